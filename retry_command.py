@@ -74,7 +74,7 @@ STOP_SIGNALS: dict[int, str] = {
     signal.SIGINT: "keyboard_interrupt",
     signal.SIGQUIT: "sigquit",
 }
-TERMINAL_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+TERMINAL_STOPS: set[int] = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 STOPS_AGAIN_AFTER_S = 1.0  # a supervisor that signals a whole tree makes one stop arrive more than once
 DEATH_TAKES_S = 10.0  # from SIGKILL to the end of a process with much memory; in vain for one that hangs in the kernel
 TICK_S = 0.1
@@ -108,10 +108,6 @@ class NotStarted(Exception):
     def __init__(self, cause: OSError):
         super().__init__(cause)
         self.code, self.kind = START_FAILURES.get(type(cause), (ERROR, "os_error"))
-
-
-class Interrupted(Exception):
-    """Told to stop while our output did not get on."""
 
 
 # ---- policy: no I/O
@@ -256,11 +252,11 @@ def say(text: bytes) -> None:
 
 
 def temporary_file() -> int:
-    """A file without a name, in the first of the usual folders that takes a byte: a full one would be of no use."""
+    """A file without a name, in the first usual folder where one takes a byte: on a full disk it would be of no use."""
     failure = OSError()
-    for folder in (os.environ.get("TMPDIR"), os.environ.get("TEMP"), os.environ.get("TMP"), "/tmp", "/var/tmp", "/usr/tmp", "."):
+    for folder in filter(None, (os.environ.get("TMPDIR"), "/tmp", "/var/tmp", os.curdir)):
         try:
-            fd = nameless_file(folder or "/tmp")
+            fd = nameless_file(folder)
         except OSError as error:
             failure = error
             continue
@@ -280,7 +276,7 @@ def nameless_file(folder: str) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
             raise
-    import tempfile  # a file system without O_TMPFILE
+    import tempfile  # costs more than all else at start; only a file system without O_TMPFILE needs it
 
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         return os.dup(file.fileno())
@@ -313,8 +309,9 @@ class Spool:
 
     def __init__(self) -> None:
         self.file = temporary_file()
-        self.size = 0  # bytes taken from the pipe
-        self.failure: OSError | None = None
+        self.size = 0  # bytes in the file
+        self.failure: OSError | None = None  # why the rest was dropped
+        self.spliced = True  # inside the kernel, where the file system can
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         try:
@@ -322,68 +319,57 @@ class Spool:
         except OSError:
             pass  # the user's share of pipe memory is used up
         self.room = fcntl(self.reader, F_GETPIPE_SZ)
-        self.move: "Callable[[], int]" = self.splice
 
-    def splice(self) -> int:
-        return os.splice(self.reader, self.file, self.room, flags=os.SPLICE_F_NONBLOCK)
+    def drain(self) -> int:
+        """Take what is in the pipe. The count of bytes, 0 when its writers are gone; BlockingIOError when it is empty.
 
-    def copy(self) -> int:
-        data = os.read(self.reader, self.room)
-        write_all(self.file, data)
-        return len(data)
-
-    def drop(self) -> int:
-        return len(os.read(self.reader, self.room))
-
-    def drain(self) -> bool:
-        """Take what is in the pipe, without blocking. False: its writers are gone.
-
-        A full disk must not break the job: the rest of its output is read and dropped, and `failure` tells why.
+        A full disk must not break the job: from then on its output is read and dropped.
         """
         try:
-            moved = self.move()
+            if self.spliced:
+                moved = os.splice(self.reader, self.file, self.room, flags=os.SPLICE_F_NONBLOCK)
+                self.size += moved
+                return moved
+            data = os.read(self.reader, self.room)
+            if not self.failure:
+                write_all(self.file, data)
+                self.size += len(data)
+            return len(data)
         except BlockingIOError:
-            return True
+            raise
         except OSError as error:
-            if self.move == self.splice and error.errno == errno.EINVAL:
-                self.move = self.copy  # a file system without splice(2)
-            else:
-                self.failure, self.move = error, self.drop
-            return True
-        self.size += moved
-        return moved > 0
+            if not self.spliced or error.errno != errno.EINVAL:
+                self.failure = error
+            self.spliced = False
+            return self.drain()
 
     def settle(self) -> None:
         """Take what is in the pipe now: all that an ended job wrote. A background process may write without end."""
-        full = self.size + self.room
-        before = -1
-        while before < self.size < full:
-            before = self.size
-            self.drain()
+        left = self.room
+        try:
+            while left > 0:
+                left -= self.drain() or left
+        except BlockingIOError:
+            pass
 
     def deliver(self, target: int) -> None:
-        """Write the file to a descriptor of our caller's: by the fastest way that it takes."""
-        ways = [self.to_pipe, self.to_file, self.to_any]
+        """Write the file to a descriptor of our caller's, in the fastest way that this takes."""
         offset = 0
+        ways = [
+            lambda: os.splice(self.file, target, CHUNK, offset_src=offset),  # to a pipe
+            lambda: os.sendfile(target, self.file, offset, CHUNK),  # to most others
+            lambda: os.write(target, os.pread(self.file, CHUNK, offset)),  # `>>`
+        ]
         while offset < self.size:
             try:
-                offset += ways[0](target, offset)
+                offset += ways[0]()
             except BlockingIOError:  # our caller made it non-blocking
                 select.select([], [target], [])
             except OSError as error:
                 if error.errno != errno.EINVAL or len(ways) == 1:
                     raise
                 del ways[0]
-
-    def to_pipe(self, target: int, offset: int) -> int:
-        return os.splice(self.file, target, CHUNK, offset_src=offset)
-
-    def to_file(self, target: int, offset: int) -> int:
-        return os.sendfile(target, self.file, offset, CHUNK)
-
-    def to_any(self, target: int, offset: int) -> int:
-        """For what the kernel refuses to send to: a file opened to append, for one."""
-        return os.write(target, os.pread(self.file, CHUNK, offset))
+        os.close(os.dup(target))  # a network file system may tell of its failure only at a close
 
     def ends_line(self) -> bool:
         return not self.size or os.pread(self.file, 1, self.size - 1) == b"\n"
@@ -398,15 +384,13 @@ class Supervisor:
 
     def __init__(self, kill_after_ms: int, watched: set[int]):
         self.kill_after_s = kill_after_ms / 1000
-        self.patience_s = max(self.kill_after_s, STOPS_AGAIN_AFTER_S)  # with a caller that does not take our output
         self.watched = watched
         self.group = 0  # of the running attempt; its leader is the job, which is not reaped before the group is done with
         self.end: os.waitid_result | None = None  # the job's
         self.spools: dict[int, Spool] = {}  # by the descriptor that is polled
         self.stop = 0  # the first stop signal
-        self.stopped_at = self.kill_at = self.give_up_at = FOREVER
+        self.stopped_at = self.kill_at = FOREVER
         self.had_terminal = False
-        self.breakable = False
         self.bell, ringer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.poll = select.poll()
         self.poll.register(self.bell, select.POLLIN)
@@ -469,13 +453,20 @@ class Supervisor:
         wake_at = min(until, self.kill_at)
         for fd, _ in self.poll.poll(None if wake_at == FOREVER else max(0, wake_at - monotonic()) * 1000):
             if fd == self.bell:
-                for number in self.rung():
+                for number in os.read(self.bell, 4096):
                     self.take(number)
-            elif not self.spools[fd].drain():
-                self.poll.unregister(fd)
-                del self.spools[fd]
+            else:
+                self.drain(fd)
         if monotonic() >= self.kill_at:
             self.kill()
+
+    def drain(self, fd: int) -> None:
+        try:
+            if not self.spools[fd].drain():
+                self.poll.unregister(fd)
+                del self.spools[fd]
+        except BlockingIOError:
+            pass
 
     def take(self, number: int) -> None:
         if number == signal.SIGCHLD:
@@ -560,45 +551,31 @@ class Supervisor:
             pause_s = min(2 * pause_s, 0.05)
         return True
 
-    def write_out(self, *parts: tuple[int, bytes | Spool]) -> None:
-        """Write to our caller's descriptors. Interrupted: a stop signal came and they do not take it.
+    def write_from_now_on(self) -> None:
+        """No job is left. A stop signal now ends us at once, also out of a blocked write(2): see `break_off`.
 
-        A blocked write(2) is broken off by raising in a handler. The handler runs on a timer, not on the signal: one that
-        came just before the write would leave it blocked.
+        The timer is for a signal that comes between the interpreter's last look and the write: the next tick tells of it.
         """
-        self.give_up_at = monotonic() + self.patience_s if self.stop else FOREVER
-        for number in TERMINAL_STOPS & self.watched:
-            signal.signal(number, signal.SIG_DFL)  # no job to tell; with a handler `stty tostop` would make us spin
-        signal.signal(signal.SIGALRM, self.tick)
+        for number in self.watched & TERMINAL_STOPS:
+            signal.signal(number, signal.SIG_DFL)  # with a handler, `stty tostop` would make us spin
+        for number in self.watched & STOP_SIGNALS.keys():
+            signal.signal(number, self.break_off)
+        self.serve(monotonic())  # a signal that came before may still lie in the pipe
+        self.kill_at = monotonic() + max(self.kill_after_s, STOPS_AGAIN_AFTER_S) if self.stop else FOREVER
+        signal.signal(signal.SIGALRM, self.break_off)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
-        self.breakable = True
-        try:
-            for fd, part in parts:
-                if isinstance(part, bytes):
-                    write_all(fd, part)
-                else:
-                    part.deliver(fd)
-                    os.close(os.dup(fd))  # a network file system may tell of its failure only at a close
-        finally:
-            self.breakable = False
 
-    def tick(self, _number: int, _frame: object) -> None:
-        for number in STOP_SIGNALS.keys() & set(self.rung()):
-            if not self.stop or monotonic() - self.stopped_at >= STOPS_AGAIN_AFTER_S:
-                self.stop = self.stop or number
-                self.give_up_at = 0
-        if self.breakable and monotonic() >= self.give_up_at:
-            self.breakable = False
-            self.patience_s = 0
-            raise Interrupted
-
-    def rung(self) -> bytes:
-        """The numbers of the signals that came."""
-        try:
-            return os.read(self.bell, 4096)
-        except BlockingIOError:
-            return b""
+    def break_off(self, number: int, _frame: object) -> None:
+        """End us, out of a blocked write too: for a new stop signal or one repeated later, or when our caller has not
+        taken the output of a stopped run for as long as a job's grace."""
+        now = monotonic()
+        if now < self.kill_at if number == signal.SIGALRM else self.stop and now < self.stopped_at + STOPS_AGAIN_AFTER_S:
+            return
+        stop = self.stop or number
+        if select.select([], [2], [], 0)[1]:
+            say(event("interrupted", kind=STOP_SIGNALS[stop]))
+        os._exit(128 + stop)
 
 
 def noted(_number: int, _frame: object) -> None:
@@ -640,12 +617,13 @@ def run(policy: RetryPolicy, command: list[str], supervisor: Supervisor) -> int:
     except OSError as error:
         code, output = ERROR, ()
         history.append(event("wrapper_error", kind=type(error).__name__))
+    supervisor.write_from_now_on()
     if output:
-        return deliver(output, supervisor)
+        return deliver(output)
     if supervisor.stop:
         code = 128 + supervisor.stop
         history.append(event("interrupted", kind=STOP_SIGNALS[supervisor.stop]))
-    tell(history, supervisor)
+    tell(history)
     return code
 
 
@@ -654,7 +632,7 @@ def run_attempts(
 ) -> tuple[int, tuple[Spool, ...]]:
     """Attempts and waits, up to a success, the last failure or a stop signal. The exit code and a success's output.
 
-    The history gets what is to be told if all fails. OSError: ours; the attempt's own part is in the history then.
+    The history gets what is to be told if all fails.
     """
     environment = given_environment()
     environment[b"RETRY_WRAPPER_MAX_ATTEMPTS"] = b"%d" % policy.max_attempts
@@ -676,43 +654,42 @@ def run_attempts(
         os.close(out.file)
         retrying = policy.retries(attempt, result) and not (failure or supervisor.stop or supervisor.had_terminal)
         delay_ms = policy.delay_ms(attempt)
+        trouble = [event("wrapper_error", kind=type(failure).__name__)] if failure else []
         if failed:
             more = {"next_delay_ms": delay_ms} if retrying else {}
-            history.append(event("attempt_failed", **where, returncode=result, retrying=retrying, **more))
-        history.append(err)
+            history += [event("attempt_failed", **where, returncode=result, retrying=retrying, **more), err, *trouble]
+        else:
+            history += [*trouble, err]
         if failure:
-            raise failure
+            return ERROR, ()
         if not retrying:
             return exit_code(result), ()
     return SUCCESS, ()  # told to stop
 
 
-def deliver(output: tuple[Spool, ...], supervisor: Supervisor) -> int:
+def deliver(output: tuple[Spool, ...]) -> int:
     """Give our caller a success's stdout and stderr. The exit code: undelivered, it was none."""
     for fd, spool in enumerate(output, 1):
         try:
-            supervisor.write_out((fd, spool))
+            spool.deliver(fd)
         except BrokenPipeError:
             return BROKEN_PIPE
-        except Interrupted:
-            tell([event("interrupted", kind=STOP_SIGNALS[supervisor.stop])], supervisor)
-            return 128 + supervisor.stop
         except OSError as error:
-            tell([event("wrapper_error", kind=type(error).__name__), *output[fd:]], supervisor)
+            tell([event("wrapper_error", kind=type(error).__name__), *output[fd:]])
             return ERROR
     return SUCCESS
 
 
-def tell(history: list[bytes | Spool], supervisor: Supervisor) -> None:
-    """Write to stderr, each part ending its last line; an ending keeps its exit code when that is impossible."""
-    parts: list[tuple[int, bytes | Spool]] = []
-    for part in history:
-        parts.append((2, part))
-        if isinstance(part, Spool) and not part.ends_line():
-            parts.append((2, b"\n"))
+def tell(history: list[bytes | Spool]) -> None:
+    """Write to stderr, ending each last line; an ending keeps its exit code when that is impossible."""
     try:
-        supervisor.write_out(*parts)
-    except (OSError, Interrupted):
+        for part in history:
+            if isinstance(part, bytes):
+                write_all(2, part)
+            else:
+                part.deliver(2)
+                write_all(2, b"" if part.ends_line() else b"\n")
+    except OSError:
         pass
 
 
