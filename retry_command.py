@@ -19,11 +19,19 @@ if __name__ == "__main__" and not sys.flags.isolated:  # `python3 FILE`: no code
     )
     sys.path[:] = [LIBRARY, f"{LIBRARY}/lib-dynload"]
 
+# Python prints a Ctrl-C at some moments of its start, or in a callback of an import, and goes on. That one counts too.
+SWALLOWED: list[object] = [sys.last_value] if hasattr(sys, "last_value") else []
 try:
+    if __name__ == "__main__":
+        sys.unraisablehook = SWALLOWED.append
     import signal
 
     # From here on no signal ends us before the job can be told of it. A mere import blocks nothing.
     ENTRY_MASK = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() if __name__ == "__main__" else ())
+    if __name__ == "__main__":
+        sys.unraisablehook = sys.__unraisablehook__
+        if SWALLOWED:
+            raise KeyboardInterrupt
     import argparse
     import errno
     import os
@@ -211,9 +219,10 @@ def stop_ourselves(number: int) -> None:
     handler = signal.getsignal(number)
     if handler == signal.SIG_IGN:
         return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     signal.signal(number, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)  # one with the terminal's own, which may be pending: they stop us once
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     signal.signal(number, handler)
 
@@ -302,6 +311,30 @@ def group_states(group: int) -> set[bytes]:
         if pgrp == group and (state not in b"ZX" or threads > 1):
             states.add(state)
     return states
+
+
+def start(command: list[str], environment: dict[bytes, bytes], out: int, err: int) -> int:
+    """Start the job in a process group of its own, or raise NotStarted. Its process id, which is the group's too."""
+    default = [signal.SIGPIPE, signal.SIGXFSZ]  # ignored by CPython
+    if hand_terminal(os.getpgrp(), os.getpgrp()):  # it is ours
+        default += [signal.SIGTTIN, signal.SIGTTOU]  # how a job asks for the terminal; `bash -ic` has them ignored
+    null = os.open(os.devnull, os.O_RDONLY)
+    try:
+        if not command[0]:
+            raise PermissionError  # posix_spawnp raises ValueError for it
+        return os.posix_spawnp(
+            command[0],
+            command,
+            environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((null, out, err))],
+            setpgroup=0,
+            setsigmask=ENTRY_MASK,
+            setsigdef=default,
+        )
+    except OSError as error:
+        raise NotStarted(error) from error
+    finally:
+        os.close(null)
 
 
 class Spool:
@@ -580,30 +613,6 @@ class Supervisor:
 
 def noted(_number: int, _frame: object) -> None:
     """The wake-up descriptor has it already."""
-
-
-def start(command: list[str], environment: dict[bytes, bytes], out: int, err: int) -> int:
-    """Start the job in a process group of its own, or raise NotStarted. Its process id, which is the group's too."""
-    default = [signal.SIGPIPE, signal.SIGXFSZ]  # ignored by CPython
-    if hand_terminal(os.getpgrp(), os.getpgrp()):  # it is ours
-        default += [signal.SIGTTIN, signal.SIGTTOU]  # how a job asks for the terminal; `bash -ic` has them ignored
-    null = os.open(os.devnull, os.O_RDONLY)
-    try:
-        if not command[0]:
-            raise PermissionError  # posix_spawnp raises ValueError for it
-        return os.posix_spawnp(
-            command[0],
-            command,
-            environment,
-            file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((null, out, err))],
-            setpgroup=0,
-            setsigmask=ENTRY_MASK,
-            setsigdef=default,
-        )
-    except OSError as error:
-        raise NotStarted(error) from error
-    finally:
-        os.close(null)
 
 
 # ---- the run

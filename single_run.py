@@ -20,11 +20,19 @@ if __name__ == "__main__" and not sys.flags.isolated:  # `python3 FILE`: no code
     )
     sys.path[:] = [LIBRARY, f"{LIBRARY}/lib-dynload"]
 
+# Python prints a Ctrl-C at some moments of its start, or in a callback of an import, and goes on. That one counts too.
+SWALLOWED: list[object] = [sys.last_value] if hasattr(sys, "last_value") else []
 try:
+    if __name__ == "__main__":
+        sys.unraisablehook = SWALLOWED.append
     import signal
 
     # From here on no signal ends us before the job can be told of it. A mere import blocks nothing.
     ENTRY_MASK = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() if __name__ == "__main__" else ())
+    if __name__ == "__main__":
+        sys.unraisablehook = sys.__unraisablehook__
+        if SWALLOWED:
+            raise KeyboardInterrupt
     import argparse
     import os
     import re
@@ -185,9 +193,10 @@ def stop_ourselves(number: int) -> None:
     handler = signal.getsignal(number)
     if handler == signal.SIG_IGN:
         return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     signal.signal(number, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)  # one with the terminal's own, which may be pending: they stop us once
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     signal.signal(number, handler)
 

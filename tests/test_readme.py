@@ -1,0 +1,62 @@
+"""What the README shows is what comes, and its tables are those of the scripts and of --help."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import DEMO, RETRY, ROOT, SINGLE, run_cli
+
+import retry_command
+import single_run
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+SCRIPTS = ((retry_command, RETRY), (single_run, SINGLE))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_console_block(block: str, tmp_path: Path) -> None:
+    for file in (RETRY, SINGLE, DEMO, ROOT / "README.md"):
+        shutil.copy(file, tmp_path)
+    commands = re.findall(r"^\$ (.*)$", block, re.MULTILINE)
+    assert commands
+    session = "".join(f"code=$?; echo {shlex.quote('$ ' + command)}; (exit $code); {command}\n" for command in commands)
+    shown = run_cli("bash", "-c", f"exec 2>&1\n{session}", cwd=tmp_path)
+    assert shown.stdout.decode() == block
+
+
+def table(name: str) -> list[tuple[str, ...]]:
+    """The rows of the README's table below a comment with this name."""
+    rows = re.search(rf"<!-- {name} -->\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", README)
+    assert rows
+    return [tuple(cell.strip(" `") for cell in row.strip("|").split("|")) for row in rows[1].splitlines()]
+
+
+@pytest.mark.parametrize(("module", "script"), SCRIPTS)
+def test_exit_codes_are_the_same_everywhere(module: ModuleType, script: Path) -> None:
+    rows = [(str(code), when) for code, _, when in module.EXIT_CODES]
+    assert table(f"exit codes of {script.name}") == rows
+    shown = run_cli(script, "--help", code=0).stdout.decode()
+    assert "exit codes:\n" + "\n".join(f"  {code:<7} {when}" for code, when in rows) in shown
+
+
+def test_reasons_are_the_same_everywhere() -> None:
+    assert table("reasons of single_run.py") == list(single_run.REASONS)
+    shown = run_cli(SINGLE, "--help", code=0).stdout.decode()
+    assert all(re.search(rf"^  {reason} +{re.escape(when)}$", shown, re.MULTILINE) for reason, when in single_run.REASONS)
+
+
+def test_number_options_are_the_same_everywhere() -> None:
+    shown = " ".join(run_cli(RETRY, "--help", code=0).stdout.decode().split())
+    for name, lowest, highest, default, about in retry_command.NUMBERS:
+        assert f"| `{name}` | {lowest} to {highest} | {default} | {about} |" in README
+        assert f"{name} N {about}: {lowest} to {highest} (default {default})" in shown
+
+
+def test_the_version_is_one(tmp_path: Path) -> None:
+    assert retry_command.VERSION == single_run.VERSION
+    for module, script in SCRIPTS:
+        assert run_cli(script, "--version", code=0).stdout.decode() == f"{script.name} {module.VERSION}\n"
