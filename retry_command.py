@@ -20,17 +20,17 @@ if __name__ == "__main__" and not sys.flags.isolated:  # `python3 FILE`: no code
     sys.path[:] = [LIBRARY, f"{LIBRARY}/lib-dynload"]
 
 # Python prints a Ctrl-C at some moments of its start, or in a callback of an import, and goes on. That one counts too.
-SWALLOWED: list[object] = [sys.last_value] if hasattr(sys, "last_value") else []
+SWALLOWED = [type(getattr(sys, "last_value", None))]
 try:
     if __name__ == "__main__":
-        sys.unraisablehook = SWALLOWED.append
+        sys.unraisablehook = lambda error: SWALLOWED.append(error.exc_type)
     import signal
 
     # From here on no signal ends us before the job can be told of it. A mere import blocks nothing.
     ENTRY_MASK = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() if __name__ == "__main__" else ())
     if __name__ == "__main__":
         sys.unraisablehook = sys.__unraisablehook__
-        if SWALLOWED:
+        if KeyboardInterrupt in SWALLOWED:
             raise KeyboardInterrupt
     import argparse
     import errno
@@ -42,6 +42,11 @@ except KeyboardInterrupt:
     if __name__ != "__main__":
         raise
     sys.exit(130)
+except Exception as error:  # out of memory or descriptors
+    if __name__ != "__main__" or sys.stderr is None:
+        raise
+    sys.stderr.write(f'{{"source":"retry_wrapper","event":"wrapper_error","kind":"{type(error).__name__}"}}\n')
+    sys.exit(125)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -212,19 +217,30 @@ def take_over_signals() -> set[int]:
     return watched
 
 
-def stop_ourselves(number: int) -> None:
-    """Stop as the job has, until SIGCONT: by the signal's default action, so that the kernel's rule holds: a group that no
-    shell could continue (POSIX: orphaned) goes on. SIGSTOP knows no such rule, so SIGTSTP stands in for it."""
-    number = signal.SIGTSTP if number == signal.SIGSTOP else number
+def stop_ourselves(number: int) -> bool:
+    """Stop as the job has, until SIGCONT: by the signal's default action, so that the kernel's rule holds. False: our group
+    is one that no shell could continue (POSIX: orphaned), which goes on.
+
+    SIGSTOP knows no such rule, so SIGTSTP stands in, and only where there is a terminal: elsewhere nobody's `fg` would
+    wake us, and SIGTERM must not find us stopped.
+    """
+    if number == signal.SIGSTOP:
+        try:
+            os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        except OSError:
+            return True
+        number = signal.SIGTSTP
     handler = signal.getsignal(number)
     if handler == signal.SIG_IGN:
-        return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        return True
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number, signal.SIGCONT})
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)  # one with the terminal's own, which may be pending: they stop us once
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    stopped = signal.SIGCONT in signal.sigpending()
     signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return stopped
 
 
 def hand_terminal(owner: int, heir: int) -> bool:
@@ -248,7 +264,10 @@ def hand_terminal(owner: int, heir: int) -> bool:
 
 def write_all(fd: int, data: bytes) -> None:
     while data:
-        data = data[os.write(fd, data) :]
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # our caller made it non-blocking
+            select.select([], [fd], [])
 
 
 def say(text: bytes) -> None:
@@ -298,7 +317,8 @@ def group_states(group: int) -> set[bytes]:
     """
     states: set[bytes] = set()
     try:
-        pids = [name for name in os.listdir("/proc") if name.isdigit()]
+        ours = os.readlink("/proc/self") == str(os.getpid())  # not the /proc of another pid namespace
+        pids = [name for name in os.listdir("/proc") if ours and name.isdigit()]
     except OSError:
         return states
     for pid in pids:
@@ -351,7 +371,6 @@ class Spool:
             fcntl(self.reader, F_SETPIPE_SZ, CHUNK)
         except OSError:
             pass  # the user's share of pipe memory is used up
-        self.room = fcntl(self.reader, F_GETPIPE_SZ)
 
     def drain(self) -> int:
         """Take what is in the pipe. The count of bytes, 0 when its writers are gone; BlockingIOError when it is empty.
@@ -360,10 +379,10 @@ class Spool:
         """
         try:
             if self.spliced:
-                moved = os.splice(self.reader, self.file, self.room, flags=os.SPLICE_F_NONBLOCK)
+                moved = os.splice(self.reader, self.file, CHUNK, flags=os.SPLICE_F_NONBLOCK)
                 self.size += moved
                 return moved
-            data = os.read(self.reader, self.room)
+            data = os.read(self.reader, CHUNK)
             if not self.failure:
                 write_all(self.file, data)
                 self.size += len(data)
@@ -371,14 +390,14 @@ class Spool:
         except BlockingIOError:
             raise
         except OSError as error:
-            if not self.spliced or error.errno != errno.EINVAL:
+            if not self.spliced:
                 self.failure = error
-            self.spliced = False
+            self.spliced = False  # whyever it was refused: a plain write tells of a full disk too
             return self.drain()
 
     def settle(self) -> None:
         """Take what is in the pipe now: all that an ended job wrote. A background process may write without end."""
-        left = self.room
+        left = fcntl(self.reader, F_GETPIPE_SZ)
         try:
             while left > 0:
                 left -= self.drain() or left
@@ -398,10 +417,10 @@ class Spool:
                 offset += ways[0]()
             except BlockingIOError:  # our caller made it non-blocking
                 select.select([], [target], [])
-            except OSError as error:
-                if error.errno != errno.EINVAL or len(ways) == 1:
+            except OSError:
+                if len(ways) == 1:
                     raise
-                del ways[0]
+                del ways[0]  # whyever it was refused: the plain way tells what is really wrong
         os.close(os.dup(target))  # a network file system may tell of its failure only at a close
 
     def ends_line(self) -> bool:
@@ -530,6 +549,8 @@ class Supervisor:
     def send(self, number: int) -> None:
         if self.group:
             try:
+                if not self.end and os.getpgid(self.group) != self.group:
+                    os.kill(self.group, number)  # the job has joined another group
                 os.killpg(self.group, number)
             except (ProcessLookupError, PermissionError):
                 pass  # none left, or all of other users
@@ -560,7 +581,10 @@ class Supervisor:
             self.send(signal.SIGCONT)  # to its end
         else:
             hand_terminal(self.group, os.getpgrp())
-            stop_ourselves(number)
+            if not stop_ourselves(number) and number != signal.SIGSTOP:  # then the job, in our group, had not stopped either
+                if number != signal.SIGTSTP:
+                    self.send(signal.SIGHUP)  # it would wait for a terminal that it never gets
+                self.send(signal.SIGCONT)
 
     def clear_group(self) -> None:
         """End what the attempt left behind: TERM and CONT, the grace, KILL. TimeoutError: something outlives even that."""
@@ -627,12 +651,14 @@ def run(policy: RetryPolicy, command: list[str], supervisor: Supervisor) -> int:
         code, output = ERROR, ()
         history.append(event("wrapper_error", kind=type(error).__name__))
     supervisor.write_from_now_on()
-    if output:
-        return deliver(output)
-    if supervisor.stop:
-        code = 128 + supervisor.stop
-        history.append(event("interrupted", kind=STOP_SIGNALS[supervisor.stop]))
-    tell(history)
+    if output and supervisor.stop != signal.SIGINT:
+        code = deliver(output)
+    else:
+        if supervisor.stop:
+            code = 128 + supervisor.stop
+            history.append(event("interrupted", kind=STOP_SIGNALS[supervisor.stop]))
+        tell(history)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # no tick while an installed command's Python winds up, with no handler left
     return code
 
 
@@ -681,7 +707,7 @@ def deliver(output: tuple[Spool, ...]) -> int:
     for fd, spool in enumerate(output, 1):
         try:
             spool.deliver(fd)
-        except BrokenPipeError:
+        except ConnectionError:
             return BROKEN_PIPE
         except OSError as error:
             tell([event("wrapper_error", kind=type(error).__name__), *output[fd:]])

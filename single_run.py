@@ -21,21 +21,22 @@ if __name__ == "__main__" and not sys.flags.isolated:  # `python3 FILE`: no code
     sys.path[:] = [LIBRARY, f"{LIBRARY}/lib-dynload"]
 
 # Python prints a Ctrl-C at some moments of its start, or in a callback of an import, and goes on. That one counts too.
-SWALLOWED: list[object] = [sys.last_value] if hasattr(sys, "last_value") else []
+SWALLOWED = [type(getattr(sys, "last_value", None))]
 try:
     if __name__ == "__main__":
-        sys.unraisablehook = SWALLOWED.append
+        sys.unraisablehook = lambda error: SWALLOWED.append(error.exc_type)
     import signal
 
     # From here on no signal ends us before the job can be told of it. A mere import blocks nothing.
     ENTRY_MASK = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() if __name__ == "__main__" else ())
     if __name__ == "__main__":
         sys.unraisablehook = sys.__unraisablehook__
-        if SWALLOWED:
+        if KeyboardInterrupt in SWALLOWED:
             raise KeyboardInterrupt
     import argparse
     import os
     import re
+    import select
     from fcntl import F_DUPFD, LOCK_EX, LOCK_NB, fcntl, flock
     from stat import S_ISREG
     from time import gmtime, strftime
@@ -43,6 +44,11 @@ except KeyboardInterrupt:
     if __name__ != "__main__":
         raise
     sys.exit(130)
+except Exception:  # out of memory or descriptors
+    if __name__ != "__main__" or sys.stderr is None:
+        raise
+    sys.stderr.write('{"status":"error","reason":"unexpected_error"}\n')
+    sys.exit(3)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -136,12 +142,12 @@ def json_line(**fields: str | int) -> bytes:
 
 def is_record(content: bytes) -> bool:
     """Whether a lock file holds nothing but a record of ours, or its beginning (nothing at all, where we were cut off)."""
-    return RECORD_SHAPE.startswith(re.sub(rb"[0-9]+", b"0", content))
+    return RECORD_SHAPE.startswith(re.sub(rb"[0-9]{1,20}", b"0", content))
 
 
-def is_forwarded(info: signal.struct_siginfo) -> bool:
-    """Whether the job has yet to be told. What the terminal sent (si_code > 0) the job, in our group, has got too."""
-    return info.si_code <= 0 or info.si_signo not in TERMINAL_SIGNALS
+def is_from_terminal(info: signal.struct_siginfo) -> bool:
+    """Whether the kernel (si_code > 0) has sent it to each process of our group."""
+    return info.si_code > 0 and info.si_signo in TERMINAL_SIGNALS
 
 
 # ---- process layer
@@ -186,24 +192,38 @@ def take_over_signals() -> set[int]:
     return watched
 
 
-def stop_ourselves(number: int) -> None:
-    """Stop as the job has, until SIGCONT: by the signal's default action, so that the kernel's rule holds: a group that no
-    shell could continue (POSIX: orphaned) goes on. SIGSTOP knows no such rule, so SIGTSTP stands in for it."""
-    number = signal.SIGTSTP if number == signal.SIGSTOP else number
+def stop_ourselves(number: int) -> bool:
+    """Stop as the job has, until SIGCONT: by the signal's default action, so that the kernel's rule holds. False: our group
+    is one that no shell could continue (POSIX: orphaned), which goes on.
+
+    SIGSTOP knows no such rule, so SIGTSTP stands in, and only where there is a terminal: elsewhere nobody's `fg` would
+    wake us, and SIGTERM must not find us stopped.
+    """
+    if number == signal.SIGSTOP:
+        try:
+            os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        except OSError:
+            return True
+        number = signal.SIGTSTP
     handler = signal.getsignal(number)
     if handler == signal.SIG_IGN:
-        return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        return True
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number, signal.SIGCONT})
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)  # one with the terminal's own, which may be pending: they stop us once
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    stopped = signal.SIGCONT in signal.sigpending()
     signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return stopped
 
 
 def write_all(fd: int, data: bytes) -> None:
     while data:
-        data = data[os.write(fd, data) :]
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # our caller made it non-blocking
+            select.select([], [fd], [])
 
 
 def say(text: bytes) -> None:
@@ -301,6 +321,7 @@ def supervise(command: list[str], watched: set[int]) -> int:
     if told:
         return 128 + told.si_signo  # nothing is started any more
     job = start(command)
+    early = signal.sigpending()  # of what the terminal sent, the job may have missed these
     interrupted = False
     while True:
         info = signal.sigwaitinfo(watched)
@@ -309,7 +330,8 @@ def supervise(command: list[str], watched: set[int]) -> int:
             end = reap(job)
             if end:
                 return INTERRUPTED if interrupted else exit_code(returncode(end))
-        elif is_forwarded(info):
+        elif info.si_signo in early or not is_from_terminal(info) or os.getpgid(job) != os.getpgrp():
+            early.discard(info.si_signo)
             try:
                 os.kill(job, info.si_signo)
             except PermissionError:

@@ -35,7 +35,7 @@ def test_they_begin_alike() -> None:
 
     def head(source: str, name: str) -> list[str]:
         lines = source[source.index("import sys") : source.index("TYPE_CHECKING")].replace(name, "SCRIPT").splitlines()
-        own = ("    import ", "    from ")
+        own = ("    import ", "    from ", "    sys.stderr.write(", "    sys.exit(", "except Exception")
         return [line for line in lines if not line.startswith(own) or "import signal" in line]
 
     assert head(RETRY.read_text(), RETRY.name) == head(SINGLE.read_text(), SINGLE.name)
