@@ -156,19 +156,21 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else min(128 - returncode, 255)
 
 
-def json_value(value: str | int) -> str:
-    if isinstance(value, int):
-        return str(value).lower()  # True is an int too
-    return '"' + os.fsencode(value).decode("utf-8", "surrogateescape").translate(JSON_ESCAPES) + '"'
+def json_value(value: object) -> str:
+    """As json.dumps(value, ensure_ascii=False) does, compact. To import json costs a bare interpreter's start, and a
+    descriptor, which may be what we lack."""
+    if isinstance(value, str):
+        return '"' + os.fsencode(value).decode("utf-8", "surrogateescape").translate(JSON_ESCAPES) + '"'
+    if isinstance(value, dict):
+        return "{" + ",".join(f'"{name}":{json_value(part)}' for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(json_value, value)) + "]"
+    return str(value).lower()  # a bool or an int
 
 
-def json_line(**fields: str | int) -> bytes:
-    """One line as json.dumps(fields, ensure_ascii=False) writes it; bytes that are not UTF-8 as \\udcXX.
-
-    Importing json costs as much as a bare interpreter's start, and could fail where descriptors have run out.
-    """
-    pairs = ",".join(f'"{name}":{json_value(value)}' for name, value in fields.items())
-    return f"{{{pairs}}}\n".encode("utf-8", "backslashreplace")
+def json_line(**fields: object) -> bytes:
+    """One line of JSON; bytes that are not UTF-8 as \\udcXX."""
+    return (json_value(fields) + "\n").encode("utf-8", "backslashreplace")
 
 
 def event(name: str, **fields: str | int) -> bytes:
@@ -218,12 +220,9 @@ def take_over_signals() -> set[int]:
 
 
 def stop_ourselves(number: int) -> bool:
-    """Stop as the job has, until SIGCONT: by the signal's default action, so that the kernel's rule holds. False: our group
-    is one that no shell could continue (POSIX: orphaned), which goes on.
-
-    SIGSTOP knows no such rule, so SIGTSTP stands in, and only where there is a terminal: elsewhere nobody's `fg` would
-    wake us, and SIGTERM must not find us stopped.
-    """
+    """Stop as the job has, until SIGCONT, by the signal's default action. False: the kernel lets our group go on, as no
+    shell could continue it (POSIX: orphaned). SIGSTOP knows no such rule: SIGTSTP stands in, and only where there is a
+    terminal; elsewhere nobody's `fg` would wake us, and SIGTERM must not find us stopped."""
     if number == signal.SIGSTOP:
         try:
             os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
@@ -271,8 +270,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def say(text: bytes) -> None:
-    """Write last words to stderr, or not at all: an ending keeps its exit code. A stuck stderr yields to a stop signal."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    """Write to stderr, or not at all: an ending keeps its exit code."""
     try:
         write_all(2, text)
     except OSError:
@@ -796,6 +794,7 @@ def main(argv: list[str] | None = None) -> int:
         last = Ending(BROKEN_PIPE)
     except Exception as error:
         last = Ending(ERROR, event("wrapper_error", kind=type(error).__name__))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a stuck stderr yields to a stop signal
     say(last.text)
     return last.code
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env -S python3 -IS
 """Never run the same command twice at once on this host.
 
-    single_run.py --lock LOCK_FILE -- COMMAND [ARG ...]
+    single_run.py --lock LOCK_FILE [OPTIONS] -- COMMAND [ARG ...]
+    single_run.py --lock LOCK_FILE --status
 
-Takes an exclusive flock(2) on LOCK_FILE without waiting, then runs COMMAND, which inherits the lock: while any process
-that has it lives, the lock is held, also when this wrapper was killed. The file is created where it is missing and
-never deleted; its presence and content decide nothing.
+Takes an exclusive flock(2) on LOCK_FILE, by default without waiting, then runs COMMAND, which inherits the lock: while
+any process that has it lives, the lock is held, also when this wrapper was killed. The file is created where it is
+missing and never deleted; its presence and content decide nothing.
 
 Example: single_run.py --lock /run/bill/bill.lock -- /opt/bill/job --month 2026-10
 """
@@ -37,9 +38,9 @@ try:
     import os
     import re
     import select
-    from fcntl import F_DUPFD, LOCK_EX, LOCK_NB, fcntl, flock
+    from fcntl import F_DUPFD, LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, fcntl, flock
     from stat import S_ISREG
-    from time import gmtime, strftime
+    from time import CLOCK_BOOTTIME, clock_gettime, gmtime, monotonic, strftime, time
 except KeyboardInterrupt:
     if __name__ != "__main__":
         raise
@@ -52,62 +53,49 @@ except Exception:  # out of memory or descriptors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from collections.abc import Callable
+    from typing import Any, NoReturn
 
 VERSION = "0.1.0"
+ENTRY_SIGCHLD = signal.getsignal(signal.SIGCHLD)  # main resets it
 
 EXIT_CODES = (  # code, name, when
     (0, "success", "the command succeeded"),
     (2, "usage", "bad arguments; nothing was opened or started"),
     (3, "error", "no lock, or the command could not be started: the reason is on stderr"),
-    (75, "busy", "another run holds the lock; nothing was started"),
+    (75, "busy", "another run holds the lock; nothing was started (-E makes it another code)"),
     (130, "interrupted", "interrupted by SIGINT, whatever the command then returned"),
-    ("other", "command", "the command's own exit code, or 128+n when signal n killed it"),
+    ("other", "command", "the command's own exit code, or 128+n: signal n killed it, or stopped us while we waited"),
 )
 SUCCESS, USAGE, ERROR, BUSY, INTERRUPTED = (int(code) for code, name, _ in EXIT_CODES if name != "command")
 
-REASONS = (  # of exit code 3, and when
-    ("lock_parent_not_found", "the lock file's folder does not exist"),
-    ("lock_permission_denied", "the lock file may not be opened or created"),
-    ("lock_open_failed", "it cannot be opened: a directory, a symlink, a socket, a name too long"),
-    ("lock_stat_failed", "its type cannot be read"),
-    ("lock_not_regular_file", "it is a FIFO or a device"),
-    ("lock_acquire_failed", "flock(2) failed, for another reason than a holder"),
-    ("lock_file_has_foreign_content", "it holds something else than our record, and was left as it is"),
-    ("lock_metadata_write_failed", "the record could not be written"),
-    ("command_not_found", "there is no such program"),
-    ("command_not_executable", "the program may not be executed, or is a directory"),
-    ("child_start_failed", "the program could not be started for another reason"),
-    ("unexpected_os_error", "an operating system error elsewhere"),
-    ("unexpected_error", "a defect of this program"),
-)
-
 OPEN_FAILURES = {FileNotFoundError: "lock_parent_not_found", PermissionError: "lock_permission_denied"}
-START_FAILURES = {
-    FileNotFoundError: "command_not_found",
-    NotADirectoryError: "command_not_found",
-    PermissionError: "command_not_executable",
-}
+NO_COMMAND = {FileNotFoundError: "command_not_found", NotADirectoryError: "command_not_found"}
+START_FAILURES = {**NO_COMMAND, PermissionError: "command_not_executable"}
+
+NETWORK_FILESYSTEMS = frozenset(  # by their names in proc_pid_mountinfo(5)
+    "9p afs beegfs ceph cifs coda davfs glusterfs lustre ncpfs nfs nfs4 orangefs pvfs2 smb3 smbfs fuse.ceph fuse.curlftpfs "
+    "fuse.gcsfuse fuse.glusterfs fuse.juicefs fuse.mount-s3 fuse.rclone fuse.s3fs fuse.sshfs".split()
+)
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed since Linux 3.8 (PROC_PID_INIT_INO)
+STATES = {"free": SUCCESS, "held": BUSY, "unknown": ERROR}  # what --status says, and its exit code
+TICK_S = 0.1
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
-TERMINAL_SIGNALS = {  # what the kernel sends to the terminal's whole foreground or reading process group
-    signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH,
-}  # fmt: skip
+TERMINAL_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+TERMINAL_SIGNALS = TERMINAL_STOPS | {signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH}
 JSON_ESCAPES = {number: f"\\u{number:04x}" for number in range(32)} | {
     ord(char): f"\\{letter}" for char, letter in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)
 }
 RECORD = '{{"format_version":1,"owner_pid":{},"acquired_at_utc":"{}"}}\n'
+UTC = "%Y-%m-%dT%H:%M:%SZ"
 RECORD_SHAPE = RECORD.format("0", "0-0-0T0:0:0Z").replace("1", "0").encode()  # each number a 0
-
-
-class Options(argparse.Namespace):
-    lock: str
 
 
 class Ending(Exception):
     """An ending of our own: exit code and, unless empty, the fields of its JSON line."""
 
-    def __init__(self, code: int, **fields: str):
+    def __init__(self, code: int, **fields: "Any"):
         super().__init__(code, fields)
         self.code, self.fields = code, fields
 
@@ -125,19 +113,21 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else min(128 - returncode, 255)
 
 
-def json_value(value: str | int) -> str:
-    if isinstance(value, int):
-        return str(value).lower()  # True is an int too
-    return '"' + os.fsencode(value).decode("utf-8", "surrogateescape").translate(JSON_ESCAPES) + '"'
+def json_value(value: object) -> str:
+    """As json.dumps(value, ensure_ascii=False) does, compact. To import json costs a bare interpreter's start, and a
+    descriptor, which may be what we lack."""
+    if isinstance(value, str):
+        return '"' + os.fsencode(value).decode("utf-8", "surrogateescape").translate(JSON_ESCAPES) + '"'
+    if isinstance(value, dict):
+        return "{" + ",".join(f'"{name}":{json_value(part)}' for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(json_value, value)) + "]"
+    return str(value).lower()  # a bool or an int
 
 
-def json_line(**fields: str | int) -> bytes:
-    """One line as json.dumps(fields, ensure_ascii=False) writes it; bytes that are not UTF-8 as \\udcXX.
-
-    Importing json costs as much as a bare interpreter's start, and could fail where descriptors have run out.
-    """
-    pairs = ",".join(f'"{name}":{json_value(value)}' for name, value in fields.items())
-    return f"{{{pairs}}}\n".encode("utf-8", "backslashreplace")
+def json_line(**fields: object) -> bytes:
+    """One line of JSON; bytes that are not UTF-8 as \\udcXX."""
+    return (json_value(fields) + "\n").encode("utf-8", "backslashreplace")
 
 
 def is_record(content: bytes) -> bool:
@@ -145,9 +135,13 @@ def is_record(content: bytes) -> bool:
     return RECORD_SHAPE.startswith(re.sub(rb"[0-9]{1,20}", b"0", content))
 
 
-def is_from_terminal(info: signal.struct_siginfo) -> bool:
-    """Whether the kernel (si_code > 0) has sent it to each process of our group."""
-    return info.si_code > 0 and info.si_signo in TERMINAL_SIGNALS
+def mount_of(mountinfo: str, mount_id: str) -> tuple[str, str]:
+    """The device and the file system type of a mount (proc_pid_mountinfo(5)); empty where it is not in the text."""
+    for line in mountinfo.splitlines():
+        fields = line.split(" ")
+        if fields[0] == mount_id:
+            return fields[2], fields[fields.index("-", 6) + 1]
+    return "", ""
 
 
 # ---- process layer
@@ -193,12 +187,9 @@ def take_over_signals() -> set[int]:
 
 
 def stop_ourselves(number: int) -> bool:
-    """Stop as the job has, until SIGCONT: by the signal's default action, so that the kernel's rule holds. False: our group
-    is one that no shell could continue (POSIX: orphaned), which goes on.
-
-    SIGSTOP knows no such rule, so SIGTSTP stands in, and only where there is a terminal: elsewhere nobody's `fg` would
-    wake us, and SIGTERM must not find us stopped.
-    """
+    """Stop as the job has, until SIGCONT, by the signal's default action. False: the kernel lets our group go on, as no
+    shell could continue it (POSIX: orphaned). SIGSTOP knows no such rule: SIGTSTP stands in, and only where there is a
+    terminal; elsewhere nobody's `fg` would wake us, and SIGTERM must not find us stopped."""
     if number == signal.SIGSTOP:
         try:
             os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
@@ -227,8 +218,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def say(text: bytes) -> None:
-    """Write last words to stderr, or not at all: an ending keeps its exit code. A stuck stderr yields to a stop signal."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    """Write to stderr, or not at all: an ending keeps its exit code."""
     try:
         write_all(2, text)
     except OSError:
@@ -239,64 +229,142 @@ def failed(reason: str, **about: str) -> Ending:
     return Ending(ERROR, status="error", reason=reason, **about)
 
 
-def open_lock(path: str) -> int:
-    """Open or create the file. Nothing that lies there may hang us, be followed or become our terminal."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+def proc_text(name: str) -> str:
+    with open(f"/proc/{name}", "rb", buffering=0) as file:
+        return file.read().decode("utf-8", "surrogateescape")
+
+
+def place_of(fd: int) -> tuple[str, str]:
+    """An open file's file system type, and its name in /proc/locks (stat(2)'s numbers are others on btrfs and overlay)."""
     try:
-        return os.open(path, flags | os.O_CREAT, 0o600)
-    except PermissionError as error:
+        info = dict(line.split(":\t", 1) for line in proc_text(f"self/fdinfo/{fd}").splitlines())
+        device, kind = mount_of(proc_text("self/mountinfo"), info["mnt_id"])
+        major, minor = map(int, device.split(":"))
+        return kind, f"{major:02x}:{minor:02x}:{info['ino']}" if "ino" in info else ""  # since Linux 5.14
+    except (OSError, KeyError, ValueError):
+        return "", ""
+
+
+def open_lock(options: argparse.Namespace) -> int:
+    """Open the lock file, or create it; Ending where it cannot be one. --status only looks (O_PATH), and creates nothing.
+    Nothing that lies there may hang us, be followed or become our terminal."""
+    flags = os.O_NOFOLLOW | (os.O_PATH if options.status else os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY)
+    step, reasons = "lock_open_failed", OPEN_FAILURES
+    try:
         try:
-            return os.open(path, flags)  # fs.protected_regular forbids O_CREAT on another's file in a sticky folder
+            fd = os.open(options.lock, flags)  # fs.protected_regular forbids O_CREAT on another's file in a sticky folder
         except FileNotFoundError:
-            raise error from None
+            fd = os.open(options.lock, flags if options.status else flags | os.O_CREAT, 0o600)
+        step, reasons = "lock_stat_failed", {}
+        if not S_ISREG(os.fstat(fd).st_mode):
+            raise failed("lock_not_regular_file", lock=options.lock)
+    except OSError as error:
+        raise failed(reasons.get(type(error), step), lock=options.lock) from error
+    if place_of(fd)[0] in NETWORK_FILESYSTEMS and not options.allow_network_fs:
+        raise failed("lock_on_network_filesystem", lock=options.lock)
+    return fd
 
 
-def take_lock(path: str) -> None:
-    """Lock the file and write our record into it, or raise Ending. The lock lives as long as its descriptor.
-
-    That is 10 or higher, out of the way of a job's own `exec 3>log`, and inheritable. Into a file of another user or
-    with a second name no record is written.
-    """
-    step = "lock_open_failed"
+def take_lock(options: argparse.Namespace, watched: set[int]) -> int:
+    """Lock the file by a descriptor of 10 or higher, out of the way of a job's own `exec 3>log`, or raise Ending. A record
+    is written by no reader (--shared), nor into a file of another user or with a second name."""
+    path, until, step = options.lock, monotonic() + options.wait_ms / 1000, "lock_acquire_failed"
     try:
-        fd = open_lock(path)
-        step = "lock_stat_failed"
-        status = os.fstat(fd)
-        if not S_ISREG(status.st_mode):
-            raise failed("lock_not_regular_file", lock=path)
-        step = "lock_acquire_failed"
-        flock(fd, LOCK_EX | LOCK_NB)
+        while True:
+            fd = open_lock(options)
+            acquire(fd, options, until, watched)
+            status = os.fstat(fd)
+            try:
+                if os.path.samestat(os.lstat(path), status):
+                    break
+            except FileNotFoundError:
+                pass
+            os.close(fd)  # removed or renamed meanwhile; the lock that counts is that of the file under the path
         held = fcntl(fd, F_DUPFD, 10)
         os.close(fd)
         if not is_record(os.pread(held, 4096, 0)):
             raise failed("lock_file_has_foreign_content", lock=path)
         step = "lock_metadata_write_failed"
-        if status.st_nlink == 1 and status.st_uid == os.geteuid():
+        if not options.shared and status.st_nlink == 1 and status.st_uid == os.geteuid():
             os.ftruncate(held, 0)
-            write_all(held, RECORD.format(os.getpid(), strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())).encode())
+            write_all(held, RECORD.format(os.getpid(), strftime(UTC, gmtime())).encode())
+        return held
     except OSError as error:
-        if step == "lock_acquire_failed" and isinstance(error, BlockingIOError):
-            raise Ending(BUSY, status="busy", reason="lock_held", lock=path) from error
-        reason = OPEN_FAILURES.get(type(error), step) if step == "lock_open_failed" else step
-        raise failed(reason, lock=path) from error
+        raise failed(step, lock=path) from error
 
 
-def start(command: list[str]) -> int:
-    """Start the command and return its process id, or raise Ending."""
+def acquire(fd: int, options: argparse.Namespace, until: float, watched: set[int]) -> None:
+    """Lock the open file, waiting until then (CLOCK_MONOTONIC, s) at the longest; Ending when that was in vain."""
+    operation = LOCK_SH if options.shared else LOCK_EX
+    while True:
+        too_late = monotonic() >= until
+        try:
+            return flock(fd, operation | LOCK_NB)
+        except BlockingIOError as error:
+            about = {"reason": "lock_held", "lock": options.lock} | (holders_of(fd)[1] if options.show_holders else {})
+            if too_late:
+                raise Ending(options.conflict_exit_code, status="busy", **about) from error
+        try:
+            return wait_for_lock(fd, operation, until, watched, json_line(status="waiting", **about) * options.show_holders)
+        except TimeoutError:
+            pass  # one more look: the lock may have come with the last tick
+
+
+def wait_for_lock(fd: int, operation: int, until: float, watched: set[int], notice: bytes) -> None:
+    """Print the notice, then wait in flock(2), woken by the release. TimeoutError: time is up. Ending: a stop signal. The
+    timer breaks off what blocks again and again: a signal just before a blocking call is seen at the next tick."""
+
+    def tick(_number: int, _frame: object) -> None:
+        told = signal.sigtimedwait(watched & (STOP_SIGNALS | TERMINAL_STOPS), 0)
+        if told and told.si_signo in STOP_SIGNALS:
+            raise Ending(128 + told.si_signo)
+        if told:
+            stop_ourselves(told.si_signo)
+        if monotonic() >= until:
+            raise TimeoutError
+
+    left_s = max(until - monotonic(), TICK_S / 100)
+    tick_s = left_s / -(-left_s // TICK_S)  # so that the last tick comes when time is up
+    handler = signal.signal(signal.SIGALRM, tick)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    try:
+        signal.setitimer(signal.ITIMER_REAL, tick_s, tick_s)
+        say(notice)
+        flock(fd, operation)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # the last moment at which a tick can raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.sigtimedwait({signal.SIGALRM}, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def start(command: list[str], options: argparse.Namespace) -> int:
+    """Start the command and return its process id; with --no-fork be it from here on. Ending where that fails."""
     null = os.open(os.devnull, os.O_RDONLY)
+    stdin = [(os.POSIX_SPAWN_DUP2, null, 0)] if options.stdin == "null" else []
+    ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by CPython
     try:
         if not command[0]:
             raise PermissionError  # posix_spawnp raises ValueError for it
-        return os.posix_spawnp(
-            command[0],
-            command,
-            given_environment(),
-            file_actions=[(os.POSIX_SPAWN_DUP2, null, 0)],
-            setsigmask=ENTRY_MASK,
-            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # ignored by CPython
-        )
+        if options.no_fork:
+            become(command, stdin, ignored)
+        env = given_environment()
+        return os.posix_spawnp(command[0], command, env, file_actions=stdin, setsigmask=ENTRY_MASK, setsigdef=ignored)
     except OSError as error:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # for our last words
         raise failed(START_FAILURES.get(type(error), "child_start_failed"), command=command[0]) from error
+
+
+def become(command: list[str], stdin: list[tuple[int, int, int]], ignored: list[signal.Signals]) -> None:
+    for _, source, target in stdin:
+        os.dup2(source, target)
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, ENTRY_SIGCHLD)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ENTRY_MASK)
+    os.execvpe(command[0], command, given_environment())
 
 
 def reap(job: int) -> os.waitid_result | None:
@@ -312,30 +380,90 @@ def reap(job: int) -> os.waitid_result | None:
             stop_ourselves(info.si_status)
 
 
-def supervise(command: list[str], watched: set[int]) -> int:
-    """Run the command to its end, passing signals on. The exit code.
-
-    The signals stay blocked and are taken by sigwaitinfo(2), so that none is lost or doubled, at whatever moment.
-    """
-    told = signal.sigtimedwait(STOP_SIGNALS & watched, 0)
-    if told:
-        return 128 + told.si_signo  # nothing is started any more
-    job = start(command)
+def supervise(command: list[str], options: argparse.Namespace, watched: set[int]) -> int:
+    """Run the command to its end; its exit code. The signals stay blocked and are taken by sigwaitinfo(2), so that none
+    is lost, and passed on, unless the kernel sent it (si_code > 0) to each process of the terminal's group."""
+    job, interrupted = start(command, options), False
     early = signal.sigpending()  # of what the terminal sent, the job may have missed these
-    interrupted = False
     while True:
         info = signal.sigwaitinfo(watched)
         interrupted = interrupted or info.si_signo == signal.SIGINT
+        by_terminal = info.si_code > 0 and info.si_signo in TERMINAL_SIGNALS
         if info.si_signo == signal.SIGCHLD:
             end = reap(job)
             if end:
                 return INTERRUPTED if interrupted else exit_code(returncode(end))
-        elif info.si_signo in early or not is_from_terminal(info) or os.getpgid(job) != os.getpgrp():
+        elif info.si_signo in early or not (by_terminal and os.getpgid(job) == os.getpgrp()):
             early.discard(info.si_signo)
             try:
                 os.kill(job, info.si_signo)
             except PermissionError:
                 pass  # it runs as another user now
+
+
+# ---- holders
+
+
+def start_ticks(pid: int) -> int:
+    """When a process began, in clock ticks since boot (proc_pid_stat(5)); with its number that tells who it is."""
+    return int(proc_text(f"{pid}/stat").rpartition(")")[2].split()[19])
+
+
+def holds(pid: int, fd: str, status: os.stat_result) -> bool:
+    """Whether a process's open file has a flock on the inode. fdinfo is asked first: it hangs on no dead server."""
+    try:
+        return "FLOCK" in proc_text(f"{pid}/fdinfo/{fd}") and os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), status)
+    except FileNotFoundError:
+        return False  # closed meanwhile
+
+
+def holders_of(file: int) -> tuple[str, dict[str, object]]:
+    """The state of the open file's lock and who holds it, as the kernel shows it, and whether those are sure to be all: in
+    a pid namespace neither processes nor locks outside are shown, and the processes of others are to root alone."""
+    status, owner, holders = os.fstat(file), recorded_owner(file), list[object]()
+    kind, name = place_of(file)
+    try:
+        whole = os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE
+        locks = [line.split() for line in proc_text("locks").splitlines()]
+        pids = sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    except OSError:
+        whole, locks, pids = False, [], []
+    complete, booted_at_s = whole and os.geteuid() == 0, time() - clock_gettime(CLOCK_BOOTTIME)
+    for pid in pids:
+        try:
+            began = start_ticks(pid)
+            held = any(holds(pid, fd, status) for fd in os.listdir(f"/proc/{pid}/fd"))
+            if held and start_ticks(pid) == began:  # else its number was given to another process meanwhile
+                since = strftime(UTC, gmtime(booted_at_s + began / os.sysconf("SC_CLK_TCK")))
+                holders.append({"pid": pid, "started_at_utc": since, "recorded_owner": pid == owner})
+        except PermissionError:
+            complete = False
+        except OSError:
+            pass  # it has ended
+    if holders or any(lock[1] == "FLOCK" and lock[5] == name for lock in locks):
+        state = "held"
+    else:
+        state = "free" if (complete or (whole and name)) and kind not in NETWORK_FILESYSTEMS else "unknown"
+    return state, {"holders": holders, "holders_complete": complete}
+
+
+def recorded_owner(file: int) -> int:
+    """The process id that the file names, or 0. The file may be open by O_PATH, which does not read."""
+    try:
+        with open(f"/proc/self/fd/{file}", "rb", buffering=0) as again:
+            named = re.match(rb'\{"format_version":1,"owner_pid":([0-9]+),', again.read(4096))
+            return int(named[1]) if named else 0
+    except OSError:
+        return 0
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Print the --status line; the exit code. It changes nothing and takes no lock, however short."""
+    state, found = "free", {"holders": list[object](), "holders_complete": True}  # where there is no file yet
+    if os.path.lexists(options.lock) or not os.path.isdir(os.path.dirname(options.lock) or os.curdir):
+        state, found = holders_of(open_lock(options))
+    write_all(1, json_line(state=state, lock=options.lock, **found))
+    return STATES[state]
 
 
 # ---- command line
@@ -355,24 +483,47 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         codes = [f"  {code!s:<7} {when}" for code, _, when in EXIT_CODES]
-        reasons = [f"  {reason:<30} {when}" for reason, when in REASONS]
-        return "\n".join([__doc__ or "", super().format_help(), "exit codes:", *codes, "\nreasons of exit code 3:", *reasons, ""])
+        return "\n".join([__doc__ or "", super().format_help(), "exit codes:", *codes, ""])
 
 
-def parse(words: list[str]) -> tuple[Options, list[str]]:
+def whole_number(lowest: int, highest: int) -> "Callable[[str], int]":
+    def parse_number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {lowest} to {highest}")
+        return int(text)
+
+    return parse_number
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, left of the first `--`, and the command right of it, untouched; raises Ending for bad ones."""
-    parser = Parser(usage="%(prog)s --lock LOCK_FILE -- COMMAND [ARG ...]", allow_abbrev=False, add_help=False)
-    parser.add_argument(
-        "--lock", required=True, metavar="LOCK_FILE", help="the file whose lock decides; in a folder of its users"
-    )
-    parser.add_argument("-h", "--help", action=Show, nargs=0, help="show this and end")
-    parser.add_argument("--version", action=Show, nargs=0, help="show the version and end")
+    usage = "%(prog)s --lock LOCK_FILE [OPTIONS] -- COMMAND [ARG ...]\n       %(prog)s --lock LOCK_FILE --status"
+    parser = Parser(usage=usage, allow_abbrev=False, add_help=False)
+    add = parser.add_argument
+    add("--lock", required=True, metavar="LOCK_FILE", help="the file whose lock decides, in a folder of its users")
+    wait = "wait for the lock, in ms: 0 to 604800000 (default 0)"
+    add("--wait-ms", type=whole_number(0, 604_800_000), default=0, metavar="N", help=wait)
+    code = f"exit code when the lock is held by another run: 0 to 255 (default {BUSY})"
+    add("-E", "--conflict-exit-code", type=whole_number(0, 255), default=BUSY, metavar="N", help=code)
+    add("-s", "--shared", action="store_true", help="a shared lock: many readers, or one writer")
+    add("-F", "--no-fork", action="store_true", help="become the command: no wrapper process remains")
+    add("--unlock-on-exit", action="store_true", help="release the lock when the command ends, whatever it left behind")
+    add("--status", action="store_true", help=f"print who holds the lock, and end: {STATES}; runs and changes nothing")
+    add("--show-holders", action="store_true", help="print also who holds the lock, when it is held and when a wait begins")
+    add("--stdin", choices=("null", "inherit"), default="null", help="what the command reads (default null)")
+    add("--allow-network-fs", action="store_true", help="do not refuse a lock file on NFS, SMB and the like")
+    add("-h", "--help", action=Show, nargs=0, help="show this and end")
+    add("--version", action=Show, nargs=0, help="show the version and end")
     split = words.index("--") if "--" in words else len(words)
-    options, command = parser.parse_args(words[:split], Options()), words[split + 1 :]
+    options, command = parser.parse_args(words[:split]), words[split + 1 :]
     if not options.lock:
         parser.error("argument --lock: LOCK_FILE is empty")
-    if not command:
+    if options.status and command:
+        parser.error("--status takes no command")
+    if not options.status and not command:
         parser.error("-- COMMAND is missing")
+    if options.no_fork and options.unlock_on_exit:
+        parser.error("--no-fork leaves nobody to do --unlock-on-exit")
     return options, command
 
 
@@ -382,14 +533,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         fill_standard_descriptors()
         options, command = parse(sys.argv[1:] if argv is None else argv)
-        take_lock(options.lock)
-        return supervise(command, watched)
+        if options.status:
+            return show_status(options)
+        held = take_lock(options, watched)
+        told = signal.sigtimedwait(STOP_SIGNALS & watched, 0)
+        if told:
+            return 128 + told.si_signo  # nothing is started any more
+        code = supervise(command, options, watched)
+        if options.unlock_on_exit:
+            flock(held, LOCK_UN)
+        return code
     except Ending as ending:
         last = ending
     except OSError:
         last = failed("unexpected_os_error")
     except Exception:
         last = failed("unexpected_error")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a stuck stderr yields to a stop signal
     if last.fields:
         say(json_line(**last.fields))
     return last.code

@@ -77,7 +77,11 @@ def test_argv_reaches_the_command_unchanged(here: Path, start: tuple[str | Path,
 @pytest.mark.parametrize("words", (("--help",), ("--lock", "lock", "--help"), ("--help", "--", "echo", "started")))
 def test_help(here: Path, words: tuple[str, ...]) -> None:
     end = run_cli(SINGLE, *words, code=0)
-    assert end.stderr == b"" and b"single_run.py --lock LOCK_FILE -- COMMAND" in end.stdout and b"\nstarted\n" not in end.stdout
+    assert (
+        end.stderr == b""
+        and b"single_run.py --lock LOCK_FILE [OPTIONS] -- COMMAND" in end.stdout
+        and b"\nstarted\n" not in end.stdout
+    )
     assert os.listdir() == []
 
 
