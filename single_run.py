@@ -459,9 +459,12 @@ def recorded_owner(file: int) -> int:
 
 def show_status(options: argparse.Namespace) -> int:
     """Print the --status line; the exit code. It changes nothing and takes no lock, however short."""
-    state, found = "free", {"holders": list[object](), "holders_complete": True}  # where there is no file yet
-    if os.path.lexists(options.lock) or not os.path.isdir(os.path.dirname(options.lock) or os.curdir):
+    try:
         state, found = holders_of(open_lock(options))
+    except Ending as ending:
+        if ending.fields["reason"] != "lock_parent_not_found" or not os.path.isdir(os.path.dirname(options.lock) or os.curdir):
+            raise
+        state, found = "free", {"holders": [], "holders_complete": True}  # no file yet
     write_all(1, json_line(state=state, lock=options.lock, **found))
     return STATES[state]
 

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +174,15 @@ UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-chil
 needs_namespaces = pytest.mark.skipif(
     subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0, reason="needs root and namespaces"
 )
+needs_strace = pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")
+# Before a command that gets start_new_session: a group of its own beside its parent's, and no terminal, as under supervisord.
+IN_ITS_OWN_GROUP = ("bash", "-c", 'set -m; "$@" & exec 2>&-; wait $!', "bash")
+
+
+def until_stopped(pid: int) -> None:
+    """Come back when it is, and who waits for it has had the time to see it and to do wrong."""
+    until(lambda: state(pid) == "T")
+    time.sleep(0.1)
 
 
 class Fifo:
@@ -215,10 +225,20 @@ class Fifo:
         return not self.rest and not poller.poll(0)
 
 
-@pytest.fixture
-def fifo(tmp_path: Path) -> Iterator[Fifo]:
-    channel = Fifo(tmp_path / "fifo")
+def opened_fifo(path: Path) -> Iterator[Fifo]:
+    channel = Fifo(path)
     yield channel
     for pid in users(channel.path):  # a failed test's jobs end with it
         send(pid, signal.SIGKILL)
     os.close(channel.fd)
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[Fifo]:
+    yield from opened_fifo(tmp_path / "fifo")
+
+
+@pytest.fixture
+def fifo_of_next(tmp_path: Path) -> Iterator[Fifo]:
+    """For a second job, which opens it only when the first one may have ended."""
+    yield from opened_fifo(tmp_path / "next")

@@ -8,6 +8,7 @@ the FIFO has a writer: its end of file tells the test that all are gone.
     echo          from here on every catchable signal is a line "got NAME" in the FIFO, and nothing else happens
     on:NAME=CODE  from here on signal NAME is a line and ends the probe with CODE
     ignore:NAME   ignore signal NAME; default:NAME lets it do what it does by default
+    join          join the process group of the parent
     fork          the rest of the words is also done by a child, which first says "child PID"
     leave:CODE    the rest of the words is done by a child; this process ends with CODE once the child waits or stops
     only:N        go on only in attempt N or later; before it exit 75
@@ -60,6 +61,8 @@ def main(fifo: str, words: list[str]) -> int:
             signal.signal(signal.Signals[f"SIG{value}"], signal.SIG_IGN)
         elif name == "default":
             signal.signal(signal.Signals[f"SIG{value}"], signal.SIG_DFL)
+        elif name == "join":
+            os.setpgid(0, os.getpgid(os.getppid()))
         elif name == "fork":
             if not os.fork():
                 say(f"child {os.getpid()}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CLEAN_ENV, ISOLATED, PYTHON, RETRY, RETRY_75, at_entry, failed, run_cli
+from conftest import CLEAN_ENV, ISOLATED, PYTHON, RETRY, RETRY_75, ROOT, at_entry, failed, run_cli
 
 Environment = dict[bytes, bytes]
 OURS = {b"RETRY_WRAPPER_ATTEMPT=1", b"RETRY_WRAPPER_MAX_ATTEMPTS=3"}
@@ -205,3 +205,11 @@ def test_a_caller_that_ignores_its_children(job: str, code: int) -> None:
 def test_the_current_folder_and_umask_are_the_callers(tmp_path: Path) -> None:
     done = run_cli(*RETRY_75, "--", "sh", "-c", "pwd -P; umask", cwd=tmp_path, umask=0o137, code=0)
     assert done.stdout == os.fsencode(tmp_path.resolve()) + b"\n0137\n"
+
+
+def test_an_installed_commands_python_winds_up_in_peace() -> None:
+    """It calls main() and may take its time afterwards, without our handlers."""
+    slow_end = "Slow = type('Slow', (), {'__del__': lambda self, sleep=time.sleep: sleep(0.3)}); slow = Slow()"
+    program = f"import sys, time; from retry_command import main; {slow_end}; sys.exit(main())"
+    done = run_cli(PYTHON, "-c", program, *RETRY_75[1:], "--", "echo", "x", cwd=ROOT, code=0)
+    assert (done.stdout, done.stderr) == (b"x\n", b"")

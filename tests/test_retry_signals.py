@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import (
     HANG_S,
+    IN_ITS_OWN_GROUP,
+    ISOLATED,
     PROBE,
     RETRY,
     RETRY_75,
@@ -21,11 +23,13 @@ from conftest import (
     event,
     failed,
     needs_namespaces,
+    needs_strace,
     run_cli,
     started,
     state,
     until,
     until_backoff,
+    until_stopped,
 )
 from probe import signal_name
 
@@ -122,15 +126,45 @@ def test_the_grace_ends_with_a_later_stop_signal(fifo: Fifo, number: signal.Sign
     assert fifo.until_gone() in ([], ["got SIGTERM"])
 
 
-def test_a_stopped_job_can_be_stopped_for_good(fifo: Fifo) -> None:
-    """In a session without a terminal, as under cron: nobody would continue us, so we must not stop with it."""
-    job = (*PROBE, fifo.path, "say:{pid}", "stop", "wait")
-    process = started(*RETRY_75, "--kill-after-ms", WEEK_MS, "--", *job, start_new_session=True)
+@pytest.mark.parametrize("parent", ((), IN_ITS_OWN_GROUP), ids=("orphaned", "own group"))
+@pytest.mark.parametrize(
+    ("number", "code", "stderr"),
+    ((signal.SIGTERM, 143, failed(-15) + event("interrupted", kind="sigterm")), (signal.SIGCONT, 7, failed(7))),
+)
+def test_a_stopped_job_where_no_terminal_is(
+    fifo: Fifo, parent: tuple[str, ...], number: signal.Signals, code: int, stderr: bytes
+) -> None:
+    """Nobody would continue us, so we must not stop with it: SIGTERM to us ends it, after a SIGCONT to it alone we go on."""
+    job = (*PROBE, fifo.path, "say:{pid}", "stop", "exit:7")
+    process = started(*parent, *RETRY_75, "--kill-after-ms", WEEK_MS, "--", *job, start_new_session=True)
     pid = int(fifo.line())
-    until(lambda: state(pid) == "T")
-    process.terminate()
-    assert ended(process, 143).stderr == failed(-15) + event("interrupted", kind="sigterm")
+    until_stopped(pid)
+    (wrapper,) = children(process.pid) if parent else (process.pid,)
+    os.kill(wrapper if number == signal.SIGTERM else pid, number)
+    assert ended(process, code).stderr == stderr
     assert fifo.until_gone() == []
+
+
+def test_a_job_that_joins_our_group(fifo: Fifo) -> None:
+    """It is told and, after the grace, killed all the same."""
+    job = (*PROBE, fifo.path, "join", "echo", "say:{pgid}", "wait")
+    process = started(*RETRY_75, "--kill-after-ms", "100", "--", *job, preexec_fn=os.setpgrp)
+    assert int(fifo.line()) == process.pid
+    process.terminate()
+    assert ended(process, 143).stderr == failed(-9) + event("interrupted", kind="sigterm")
+    assert fifo.until_gone() == ["got SIGTERM"]
+
+
+@needs_strace
+def test_ctrl_c_between_a_success_and_its_delivery(tmp_path: Path) -> None:
+    """While the terminal would be taken back."""
+    delay = ("-P", "/dev/tty", "-e", "inject=openat:delay_enter=300000:when=2")
+    process = started("strace", "-qq", "-o", tmp_path / "trace", *delay, *ISOLATED, *RETRY_75, "--", "echo", "x")
+    until(lambda: (tmp_path / "trace").exists() and (tmp_path / "trace").read_text().count("openat(") == 2)
+    (wrapper,) = children(process.pid)
+    os.kill(wrapper, signal.SIGINT)
+    done = ended(process, 130)
+    assert (done.stdout, done.stderr) == (b"", event("interrupted", kind="keyboard_interrupt"))
 
 
 @pytest.mark.parametrize("number", (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1))
@@ -261,6 +295,25 @@ def test_a_caller_that_does_not_read_cannot_hold_us(stream: str, job: str, codes
     process.terminate()
     assert process.wait(HANG_S) in codes
     os.close(reader)
+
+
+LAST_PID = "/proc/sys/kernel/ns_last_pid"
+
+
+@needs_namespaces
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="needs a choice of process ids")
+def test_the_proc_of_another_namespace_is_not_believed() -> None:
+    """A living group there has the number of the first attempt's."""
+    other = started("sleep", "1000", preexec_fn=os.setpgrp)
+    namespace = [word for word in UNSHARE if word != "--mount-proc"]
+    choice = ("sh", "-c", f'echo {other.pid - 1} >{LAST_PID} && exec "$@"', "sh")
+    job = f"[ $RETRY_WRAPPER_ATTEMPT != 1 ] || [ $$ = {other.pid} ] || exit 99; exit 75"
+    try:
+        done = run_cli(*namespace, *choice, *RETRY_75, "--", "sh", "-c", job, code=75)
+    finally:
+        other.kill()
+        ended(other)
+    assert done.stderr == failed(75, 1, 0) + failed(75, 2, 0) + failed(75, 3)
 
 
 # As PID 1

@@ -6,6 +6,7 @@ import pty
 import re
 import signal
 import socket
+import struct
 import subprocess
 import tty
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import (
     CLEAN_ENV,
+    ISOLATED,
     PROBE,
     RETRY_75,
     UNSHARE,
@@ -24,10 +26,12 @@ from conftest import (
     event,
     failed,
     needs_namespaces,
+    needs_strace,
     run_cli,
     started,
     state,
     until,
+    until_backoff,
 )
 
 ERROR = event("wrapper_error", kind="OSError")
@@ -127,6 +131,41 @@ def test_delivered_whole(tmp_path: Path, big: Path, target: Callable[[Path], Tar
 def test_a_history_is_told_whole(tmp_path: Path, big: Path, target: Callable[[Path], Target]) -> None:
     history = taken(target, tmp_path, "stderr", "sh", "-c", f"cat {big} {big} >&2; echo >&2; exit 65", code=65)
     assert digest(history) == digest(failed(65) + 2 * big.read_bytes() + b"\n")
+
+
+def test_a_history_is_told_whole_to_a_pipe_that_is_full(fifo: Fifo, tmp_path: Path, big: Path) -> None:
+    """A non-blocking one without room for the first line, for the moment."""
+    writer, reader = not_blocking(pipe)(tmp_path)
+    filling = b"x" * os.write(writer, b"x" * 10_000_000)
+    between = os.open(fifo.path, os.O_WRONLY)  # no end of file between the attempts
+    process = started(*RETRY_75, "--", "sh", "-c", f"cat {big} >&2; echo >{fifo.path}; exit 75", stderr=writer)
+    os.close(writer)
+    assert [fifo.line() for _ in range(3)] == [""] * 3
+    until_backoff(process.pid)
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(read_all, reader)
+        ended(process, 75)
+    os.close(between)
+    parts = (filling, *(line + big.read_bytes() + b"\n" for line in (failed(75, 1, 0), failed(75, 2, 0), failed(75, 3))))
+    assert digest(told.result()) == digest(b"".join(parts))
+
+
+@needs_strace
+@pytest.mark.parametrize("refusal", ("ENOSYS", "EPERM", "EOPNOTSUPP"))
+def test_a_kernel_that_refuses_the_fast_ways(big: Path, refusal: str) -> None:
+    """A sandbox's filter, an old kernel: the plain way remains."""
+    refusals = ("-e", f"inject=splice:error={refusal}", "-e", "inject=sendfile:error=ENOSYS")
+    done = run_cli("strace", "-qq", "-o", "/dev/null", *refusals, *ISOLATED, *RETRY_75, "--", "cat", big, code=0)
+    assert digest(done.stdout) == digest(big.read_bytes())
+    assert done.stderr == b""
+
+
+def test_a_reset_connection_is_a_reader_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+        ours, _ = server.accept()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its close is a reset
+    with ours:
+        assert run_cli(*RETRY_75, "--", "echo", "x", stdout=ours, code=141).stderr == b""
 
 
 def test_dev_null_takes_it(big: Path) -> None:

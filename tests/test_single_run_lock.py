@@ -34,6 +34,7 @@ FOREIGN = (  # contents that are not one of our records nor the beginning of one
     EXAMPLE + b"\0",
     EXAMPLE[:-1] + b" \n",
     b'{"format_version":1,"theirs":2}\n',
+    b'{"format_version":1,"owner_pid":' + b"7" * 5000 + b" precious\n",
 )
 BUSY = json_line(status="busy", reason="lock_held", lock="lock")
 needs_flock = pytest.mark.skipif(not shutil.which("flock"), reason="needs util-linux flock")

@@ -18,6 +18,7 @@ import pytest
 from conftest import (
     CLEAN_ENV,
     HANG_S,
+    IN_ITS_OWN_GROUP,
     PROBE,
     PYTHON,
     SINGLE,
@@ -31,6 +32,7 @@ from conftest import (
     started,
     until,
     until_all,
+    until_stopped,
     without,
 )
 from probe import signal_name
@@ -263,6 +265,17 @@ def test_stopping_and_continuing_acts_on_both(here: Path, fifo: Fifo, number: si
     run.send_signal(signal.SIGUSR1)
     ended(run, 5)
     assert fifo.until_gone() == ["got SIGUSR1"]
+
+
+@pytest.mark.parametrize("parent", ((), IN_ITS_OWN_GROUP), ids=("orphaned", "own group"))
+def test_a_stopped_job_goes_on_where_no_terminal_is(here: Path, fifo: Fifo, parent: tuple[str, ...]) -> None:
+    """With the SIGCONT that it gets alone: nobody would continue us, so we must not stop with it."""
+    job = (*PROBE, fifo.path, "say:{pid}", "stop", "exit:7")
+    run = started(*parent, SINGLE, "--lock", "lock", "--", *job, start_new_session=True)
+    pid = int(fifo.line())
+    until_stopped(pid)
+    os.kill(pid, signal.SIGCONT)
+    ended(run, 7)
 
 
 # PID 1 of a container

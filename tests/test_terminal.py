@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import termios
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN_ENV, HANG_S, PROBE, RETRY, SINGLE, Fifo, children, until_all
+from conftest import CLEAN_ENV, HANG_S, ISOLATED, PROBE, RETRY, SINGLE, Fifo, children, needs_strace, until, until_all
 
 SHELL = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 PROMPT = "<prompt>"
@@ -249,3 +250,49 @@ def test_one_command_of_bash_ic(terminal: Open, fifo: Fifo, script: str, before:
     shell.type(before + CTRL_C)
     assert fifo.until_gone() == ["got SIGINT"]
     assert shell.process.wait(HANG_S) == (130 if script == "L" else 3)
+
+
+@each_script
+def test_the_keys_reach_a_job_that_has_left_the_group(terminal: Open, fifo: Fifo, script: str) -> None:
+    shell = terminal()
+    shell.command(f"{SCRIPTS[script]} timeout 600 sh -c 'echo >&9; exec sleep 600' 9>{fifo.path}")
+    fifo.line()
+    *pids, _ = run_of(shell)  # down to timeout(1)
+    shell.type(CTRL_Z)
+    shell.expect("Stopped")
+    shell.expect(PROMPT)
+    until_all(pids, "T")
+    shell.command("fg")
+    until_all(pids, "S")
+    shell.type(CTRL_C)
+    assert fifo.until_gone() == []
+    assert shell.code() == 130
+
+
+@needs_strace
+def test_ctrl_c_reaches_a_job_that_is_just_being_started(terminal: Open, fifo: Fifo) -> None:
+    """After the last look at what came before, and before the job is there to get it from the terminal."""
+    shell = terminal()
+    trace = "strace -qq -o trace -e trace=/clone.* -e inject=/clone.*:delay_enter=300000"
+    shell.command(f"{trace} {shlex.join(ISOLATED)} {SCRIPTS['L']} sleep 600 9>{fifo.path}")
+    until(lambda: Path("trace").exists() and "clone" in Path("trace").read_text())
+    shell.type(CTRL_C)
+    assert fifo.until_gone() == []
+    assert shell.code() == 130
+
+
+@pytest.mark.parametrize("script", ("R", "N"))
+def test_ctrl_z_where_no_shell_could_continue_it(terminal: Open, fifo: Fifo, script: str) -> None:
+    """As the terminal's first program, say of `ssh -t`: the job goes on."""
+    program = terminal(*shlex.split(line(script, fifo, "on:CONT=3", "say:ready", "wait")))
+    assert fifo.line() == "ready"
+    program.type(CTRL_Z)
+    assert fifo.until_gone() == ["got SIGCONT"]
+    assert program.process.wait(HANG_S) == 3
+
+
+@each_script
+def test_a_job_that_asks_where_no_shell_could_lend_the_terminal(terminal: Open, fifo: Fifo, script: str) -> None:
+    """In the background of a shell that has gone: it ends and does not wait for ever."""
+    terminal().command(f"({line(script, fifo, 'say:asks', 'tty')} 9>{fifo.path} &)")
+    assert fifo.until_gone() == ["asks"]
