@@ -504,8 +504,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(usage=usage, allow_abbrev=False, add_help=False)
     add = parser.add_argument
     add("--lock", required=True, metavar="LOCK_FILE", help="the file whose lock decides, in a folder of its users")
-    wait = "wait for the lock, in ms: 0 to 604800000 (default 0)"
-    add("--wait-ms", type=whole_number(0, 604_800_000), default=0, metavar="N", help=wait)
+    add("--wait-ms", type=whole_number(0, 604_800_000), default=0, metavar="N", help="wait for the lock, 0 to 604800000 ms")
     code = f"exit code when the lock is held by another run: 0 to 255 (default {BUSY})"
     add("-E", "--conflict-exit-code", type=whole_number(0, 255), default=BUSY, metavar="N", help=code)
     add("-s", "--shared", action="store_true", help="a shared lock: many readers, or one writer")
@@ -521,10 +520,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, command = parser.parse_args(words[:split]), words[split + 1 :]
     if not options.lock:
         parser.error("argument --lock: LOCK_FILE is empty")
-    if options.status and command:
-        parser.error("--status takes no command")
-    if not options.status and not command:
-        parser.error("-- COMMAND is missing")
+    if options.status == bool(command):
+        parser.error("--status takes no command" if command else "-- COMMAND is missing")
     if options.no_fork and options.unlock_on_exit:
         parser.error("--no-fork leaves nobody to do --unlock-on-exit")
     return options, command
