@@ -157,8 +157,7 @@ def exit_code(returncode: int) -> int:
 
 
 def json_value(value: object) -> str:
-    """As json.dumps(value, ensure_ascii=False) does, compact. To import json costs a bare interpreter's start, and a
-    descriptor, which may be what we lack."""
+    """As json.dumps(value, ensure_ascii=False), compact; to import that costs a whole start, and a descriptor we may lack."""
     if isinstance(value, str):
         return '"' + os.fsencode(value).decode("utf-8", "surrogateescape").translate(JSON_ESCAPES) + '"'
     if isinstance(value, dict):
@@ -205,11 +204,9 @@ def given_environment() -> dict[bytes, bytes]:
 
 
 def take_over_signals() -> set[int]:
-    """Block every signal that the job is to be told of, and return them: all but those ignored when we were started.
-
-    An ignored one must not be blocked: sigtimedwait(2) would return it. SIGPIPE and SIGXFSZ are never in, as CPython
-    itself ignores them; SIGCHLD always is, as the kernel throws exit statuses away where it is ignored.
-    """
+    """Block every signal that the job is to be told of, and return them: all but those ignored when we were started, which
+    sigtimedwait(2) would return. SIGPIPE and SIGXFSZ are never in, as CPython itself ignores them; SIGCHLD always is, as
+    the kernel throws exit statuses away where it is ignored."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     catchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     watched = {int(number) for number in catchable if signal.getsignal(number) != signal.SIG_IGN}

@@ -4,9 +4,8 @@
     single_run.py --lock LOCK_FILE [OPTIONS] -- COMMAND [ARG ...]
     single_run.py --lock LOCK_FILE --status
 
-Takes an exclusive flock(2) on LOCK_FILE, by default without waiting, then runs COMMAND, which inherits the lock: while
-any process that has it lives, the lock is held, also when this wrapper was killed. The file is created where it is
-missing and never deleted; its presence and content decide nothing.
+Takes an exclusive flock(2) on LOCK_FILE, by default without waiting, then runs COMMAND, which inherits the lock: it is held
+while any process that has it lives, also when this wrapper was killed. The file's presence and content decide nothing.
 
 Example: single_run.py --lock /run/bill/bill.lock -- /opt/bill/job --month 2026-10
 """
@@ -74,13 +73,12 @@ NO_COMMAND = {FileNotFoundError: "command_not_found", NotADirectoryError: "comma
 START_FAILURES = {**NO_COMMAND, PermissionError: "command_not_executable"}
 
 NETWORK_FILESYSTEMS = frozenset(  # by their names in proc_pid_mountinfo(5)
-    "9p afs beegfs ceph cifs coda davfs glusterfs lustre ncpfs nfs nfs4 orangefs pvfs2 smb3 smbfs fuse.ceph fuse.curlftpfs "
+    "9p afs beegfs ceph cifs coda davfs glusterfs lustre ncpfs nfs nfs4 orangefs pvfs2 smb3 smbfs fuse.ceph-fuse fuse.curlftpfs "
     "fuse.gcsfuse fuse.glusterfs fuse.juicefs fuse.mount-s3 fuse.rclone fuse.s3fs fuse.sshfs".split()
 )
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed since Linux 3.8 (PROC_PID_INIT_INO)
 STATES = {"free": SUCCESS, "held": BUSY, "unknown": ERROR}  # what --status says, and its exit code
 TICK_S = 0.1
-
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
 TERMINAL_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 TERMINAL_SIGNALS = TERMINAL_STOPS | {signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH}
@@ -114,8 +112,7 @@ def exit_code(returncode: int) -> int:
 
 
 def json_value(value: object) -> str:
-    """As json.dumps(value, ensure_ascii=False) does, compact. To import json costs a bare interpreter's start, and a
-    descriptor, which may be what we lack."""
+    """As json.dumps(value, ensure_ascii=False), compact; to import that costs a whole start, and a descriptor we may lack."""
     if isinstance(value, str):
         return '"' + os.fsencode(value).decode("utf-8", "surrogateescape").translate(JSON_ESCAPES) + '"'
     if isinstance(value, dict):
@@ -137,9 +134,9 @@ def is_record(content: bytes) -> bool:
 
 def mount_of(mountinfo: str, mount_id: str) -> tuple[str, str]:
     """The device and the file system type of a mount (proc_pid_mountinfo(5)); empty where it is not in the text."""
-    for line in mountinfo.splitlines():
+    for line in mountinfo.split("\n"):  # not splitlines: the kernel escapes no other control character
         fields = line.split(" ")
-        if fields[0] == mount_id:
+        if fields[0] == mount_id and "-" in fields[6:]:
             return fields[2], fields[fields.index("-", 6) + 1]
     return "", ""
 
@@ -172,11 +169,9 @@ def given_environment() -> dict[bytes, bytes]:
 
 
 def take_over_signals() -> set[int]:
-    """Block every signal that the job is to be told of, and return them: all but those ignored when we were started.
-
-    An ignored one must not be blocked: sigtimedwait(2) would return it. SIGPIPE and SIGXFSZ are never in, as CPython
-    itself ignores them; SIGCHLD always is, as the kernel throws exit statuses away where it is ignored.
-    """
+    """Block every signal that the job is to be told of, and return them: all but those ignored when we were started, which
+    sigtimedwait(2) would return. SIGPIPE and SIGXFSZ are never in, as CPython itself ignores them; SIGCHLD always is, as
+    the kernel throws exit statuses away where it is ignored."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     catchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     watched = {int(number) for number in catchable if signal.getsignal(number) != signal.SIG_IGN}
@@ -237,7 +232,7 @@ def proc_text(name: str) -> str:
 def place_of(fd: int) -> tuple[str, str]:
     """An open file's file system type, and its name in /proc/locks (stat(2)'s numbers are others on btrfs and overlay)."""
     try:
-        info = dict(line.split(":\t", 1) for line in proc_text(f"self/fdinfo/{fd}").splitlines())
+        info = dict(line.split(":\t", 1) for line in proc_text(f"self/fdinfo/{fd}").strip().split("\n"))
         device, kind = mount_of(proc_text("self/mountinfo"), info["mnt_id"])
         major, minor = map(int, device.split(":"))
         return kind, f"{major:02x}:{minor:02x}:{info['ino']}" if "ino" in info else ""  # since Linux 5.14
@@ -323,21 +318,24 @@ def wait_for_lock(fd: int, operation: int, until: float, watched: set[int], noti
         if monotonic() >= until:
             raise TimeoutError
 
-    left_s = max(until - monotonic(), TICK_S / 100)
+    began, left_s = monotonic(), max(until - monotonic(), TICK_S / 100)
     tick_s = left_s / -(-left_s // TICK_S)  # so that the last tick comes when time is up
     handler = signal.signal(signal.SIGALRM, tick)
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    callers_s, again_s = signal.getitimer(signal.ITIMER_REAL)  # alarm(2) outlives exec: `perl -e 'alarm 60; exec @ARGV'`
     try:
         signal.setitimer(signal.ITIMER_REAL, tick_s, tick_s)
         say(notice)
         flock(fd, operation)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # the last moment at which a tick can raise
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.sigtimedwait({signal.SIGALRM}, 0)
-        signal.signal(signal.SIGALRM, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # the last moment at which a tick can raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.sigtimedwait({signal.SIGALRM}, 0)
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, callers_s and max(callers_s - (monotonic() - began), 1e-6), again_s)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def start(command: list[str], options: argparse.Namespace) -> int:
@@ -353,7 +351,8 @@ def start(command: list[str], options: argparse.Namespace) -> int:
         env = given_environment()
         return os.posix_spawnp(command[0], command, env, file_actions=stdin, setsigmask=ENTRY_MASK, setsigdef=ignored)
     except OSError as error:
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # for our last words
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)  # again, for our last words
         raise failed(START_FAILURES.get(type(error), "child_start_failed"), command=command[0]) from error
 
 
@@ -383,8 +382,7 @@ def reap(job: int) -> os.waitid_result | None:
 def supervise(command: list[str], options: argparse.Namespace, watched: set[int]) -> int:
     """Run the command to its end; its exit code. The signals stay blocked and are taken by sigwaitinfo(2), so that none
     is lost, and passed on, unless the kernel sent it (si_code > 0) to each process of the terminal's group."""
-    job, interrupted = start(command, options), False
-    early = signal.sigpending()  # of what the terminal sent, the job may have missed these
+    job, interrupted, early = start(command, options), False, signal.sigpending()  # early: the job may have missed these
     while True:
         info = signal.sigwaitinfo(watched)
         interrupted = interrupted or info.si_signo == signal.SIGINT
@@ -424,11 +422,12 @@ def holders_of(file: int) -> tuple[str, dict[str, object]]:
     kind, name = place_of(file)
     try:
         whole = os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE
-        locks = [line.split() for line in proc_text("locks").splitlines()]
+        locks = [line.split() for _ in range(3) for line in proc_text("locks").splitlines()]  # long, it is read in parts
         pids = sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
     except OSError:
         whole, locks, pids = False, [], []
-    complete, booted_at_s = whole and os.geteuid() == 0, time() - clock_gettime(CLOCK_BOOTTIME)
+    complete = whole and os.geteuid() == 0 and 1 in pids  # else hidepid, against a root of a user namespace
+    booted_at_s = time() - clock_gettime(CLOCK_BOOTTIME)
     for pid in pids:
         try:
             began = start_ticks(pid)
@@ -436,15 +435,15 @@ def holders_of(file: int) -> tuple[str, dict[str, object]]:
             if held and start_ticks(pid) == began:  # else its number was given to another process meanwhile
                 since = strftime(UTC, gmtime(booted_at_s + began / os.sysconf("SC_CLK_TCK")))
                 holders.append({"pid": pid, "started_at_utc": since, "recorded_owner": pid == owner})
-        except PermissionError:
-            complete = False
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             pass  # it has ended
+        except OSError:
+            complete = False
     if holders or any(lock[1] == "FLOCK" and lock[5] == name for lock in locks):
         state = "held"
     else:
         state = "free" if (complete or (whole and name)) and kind not in NETWORK_FILESYSTEMS else "unknown"
-    return state, {"holders": holders, "holders_complete": complete}
+    return state, {"holders": holders, "holders_complete": complete and bool(holders or state == "free")}
 
 
 def recorded_owner(file: int) -> int:
@@ -534,6 +533,7 @@ def main(argv: list[str] | None = None) -> int:
         fill_standard_descriptors()
         options, command = parse(sys.argv[1:] if argv is None else argv)
         if options.status:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return show_status(options)
         held = take_lock(options, watched)
         told = signal.sigtimedwait(STOP_SIGNALS & watched, 0)

@@ -27,11 +27,13 @@ MOUNTS = r"""22 28 0:20 / /proc rw,nosuid - proc proc rw
 52 28 0:54 / /mnt/ntfs rw - fuseblk /dev/sdd1 rw
 53 28 0:55 / /vm rw - virtiofs host rw
 54 28 0:56 / /mnt/nfsd rw - nfsd nfsd rw
+55 28 0:57 / /mnt/a56 28b rw - nfs srv:/data rw
+56 28 0:58 / /mnt/c\u2028d rw - tmpfs tmpfs rw
 """
-REFUSED = {40: "nfs", 41: "nfs4", 43: "cifs", 44: "smb3", 45: "9p", 46: "fuse.sshfs", 49: "nfs"}
+REFUSED = {40: "nfs", 41: "nfs4", 43: "cifs", 44: "smb3", 45: "9p", 46: "fuse.sshfs", 49: "nfs", 55: "nfs"}
 
 
-@pytest.mark.parametrize("line", MOUNTS.splitlines())
+@pytest.mark.parametrize("line", MOUNTS.strip().split("\n"))
 def test_which_mounts_are_refused(line: str) -> None:
     number = line.split(maxsplit=1)[0]
     device, kind = single_run.mount_of(MOUNTS, number)

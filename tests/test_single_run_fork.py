@@ -54,6 +54,9 @@ def test_no_fork_says_why_it_cannot_start(here: Path, command: str, reason: str)
     os.close(reader)
     run_cli(*NO_FORK, command, code=3, stderr=writer)  # nobody to tell
     os.close(writer)
+    Path("full").write_bytes(b"x" * 4096)
+    with open("full", "ab") as full:
+        run_cli("bash", "-c", f'ulimit -f 1; exec {SINGLE} --lock lock --no-fork -- "$0"', command, code=3, stderr=full)
     single("lock", "true", code=0)
 
 
@@ -87,12 +90,21 @@ def test_what_the_command_reads(here: Path, no_fork: tuple[str, ...], options: t
     assert run_cli(SINGLE, "--lock", "lock", *no_fork, *options, "--", "cat", input=b"given\n", code=0).stdout == seen
 
 
-def test_an_inherited_alarm_still_rings(here: Path) -> None:
-    """alarm(2) outlives exec: perl -e 'alarm 1; exec @ARGV' is a common time limit."""
+@pytest.mark.parametrize("options", ((), ("--wait-ms", "600000")), ids=("at once", "after a wait"))
+def test_an_inherited_alarm_still_rings(here: Path, fifo: Fifo, options: tuple[str, ...]) -> None:
+    """alarm(2) outlives exec: perl -e 'alarm 1; exec @ARGV' is a common time limit. It is the job's, not the wait's."""
 
     def alarm() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
 
     began = time.monotonic()
-    single("lock", "sleep", "600", preexec_fn=alarm, code=128 + signal.SIGALRM)
+    if options:
+        held = started(SINGLE, "--lock", "lock", "--", *PROBE, fifo.path, "say:{pid}", "wait")
+        job = int(fifo.line())
+    run = started(SINGLE, "--lock", "lock", *options, "--", "sleep", "600", preexec_fn=alarm)
+    if options:
+        time.sleep(0.1)
+        send(job, signal.SIGKILL)
+        ended(held, 137)
+    ended(run, 128 + signal.SIGALRM)
     assert time.monotonic() - began >= 0.3

@@ -107,6 +107,9 @@ def test_a_user_sees_less_but_nothing_wrong(here: Path, fifo: Fifo) -> None:
         ended(run, 0)
         line = json.loads(run_cli(*nobody, "--lock", lock, "--status", code=0).stdout)
         assert (line["state"], line["holders_complete"]) == ("free", False)
+        os.mkdir(f"{folder}/closed", 0o700)
+        line = json.loads(run_cli(*nobody, "--lock", f"{folder}/closed/lock", "--status", code=3).stderr)
+        assert line["reason"] == "lock_permission_denied"  # and not free: who knows
 
 
 @needs_namespaces
