@@ -448,7 +448,6 @@ class Supervisor:
 
     def run(self, command: list[str], environment: dict[bytes, bytes], out: Spool, err: Spool) -> int:
         """One attempt, to its end. The return code, or NotStarted. The job is left unreaped: see `finish`."""
-        self.end = None
         try:
             self.group = start(command, environment, out.writer, err.writer)
         finally:

@@ -255,7 +255,7 @@ def open_lock(options: argparse.Namespace) -> int:
             raise failed("lock_not_regular_file", lock=options.lock)
     except OSError as error:
         raise failed(reasons.get(type(error), step), lock=options.lock) from error
-    if place_of(fd)[0] in NETWORK_FILESYSTEMS and not options.allow_network_fs:
+    if not options.allow_network_fs and place_of(fd)[0] in NETWORK_FILESYSTEMS:
         raise failed("lock_on_network_filesystem", lock=options.lock)
     return fd
 

@@ -27,9 +27,8 @@ MOUNTS = r"""22 28 0:20 / /proc rw,nosuid - proc proc rw
 52 28 0:54 / /mnt/ntfs rw - fuseblk /dev/sdd1 rw
 53 28 0:55 / /vm rw - virtiofs host rw
 54 28 0:56 / /mnt/nfsd rw - nfsd nfsd rw
-55 28 0:57 / /mnt/a56 28b rw - nfs srv:/data rw
-56 28 0:58 / /mnt/c\u2028d rw - tmpfs tmpfs rw
 """
+MOUNTS += "55 28 0:57 / /mnt/a\x0b56\x0cb rw - nfs srv:/data rw\n56 28 0:58 / /mnt/c\u2028d rw - tmpfs tmpfs rw\n"
 REFUSED = {40: "nfs", 41: "nfs4", 43: "cifs", 44: "smb3", 45: "9p", 46: "fuse.sshfs", 49: "nfs", 55: "nfs"}
 
 
@@ -47,7 +46,7 @@ def test_a_mount_that_is_not_listed_is_none(text: str) -> None:
     assert single_run.mount_of(text, "99") == ("", "")
 
 
-def test_a_network_file_system(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_network_file_system(here: Path) -> None:
     """There is none here to mount: the kind of this folder's own file system is declared to be one."""
     fd = os.open(".", os.O_RDONLY)
     kind, _ = single_run.place_of(fd)
