@@ -1,7 +1,7 @@
 #!/usr/bin/env -S python3 -IS
 """Run a command again, but only for the exit codes that you name.
 
-    retry_command.py --retry-code N [OPTIONS] -- COMMAND [ARG ...]
+    retry_command.py --retry-code CODES [OPTIONS] -- COMMAND [ARG ...]
 
 Each attempt's output is kept until it is known how it ended. Success: the output of the successful attempt alone.
 Final failure: nothing on stdout; on stderr, attempt by attempt, one JSON line and what the attempt wrote there.
@@ -36,6 +36,7 @@ try:
     import errno
     import os
     import select
+    import stat
     from fcntl import F_GETPIPE_SZ, F_SETPIPE_SZ, fcntl
     from time import monotonic
 except KeyboardInterrupt:
@@ -50,7 +51,7 @@ except Exception as error:  # out of memory or descriptors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import NoReturn
 
 VERSION = "0.1.0"
@@ -58,21 +59,41 @@ VERSION = "0.1.0"
 EXIT_CODES = (  # code, name, when
     (0, "success", "the job succeeded"),
     (2, "usage", "bad arguments; nothing was started"),
-    (125, "error", "the job could not be started, or the wrapper failed: an OS error, undelivered output"),
+    (124, "timed_out", "the last attempt ran out of time: --attempt-timeout-ms, --max-elapsed-ms"),
+    (125, "error", "the job could not be started, wrote too much, or the wrapper failed: an OS error, undelivered output"),
     (126, "denied", "the program is not executable, a directory or the empty string"),
     (127, "not_found", "there is no such program"),
     (130, "interrupted", "Ctrl-C (SIGINT)"),
     (141, "broken_pipe", "the reader of our output went away; nothing is said"),
     ("other", "job", "the job's own exit code, 128+n when signal n killed it, or 128+n after a stop signal n to us"),
 )
-SUCCESS, USAGE, ERROR, DENIED, NOT_FOUND, INTERRUPTED, BROKEN_PIPE = (int(code) for code, name, _ in EXIT_CODES if name != "job")
+SUCCESS, USAGE, TIMED_OUT, ERROR, DENIED, NOT_FOUND, INTERRUPTED, BROKEN_PIPE = (
+    int(code) for code, name, _ in EXIT_CODES if name != "job"
+)
 
+WEEK_MS = 604_800_000
 NUMBERS = (  # option, lowest, highest, default, help
     ("--max-attempts", 1, 10, 3, "attempts in all, the first included"),
     ("--initial-delay-ms", 0, 60_000, 1000, "the wait before attempt 2"),
     ("--backoff-factor", 1, 10, 2, "each later wait is the previous one times this"),
     ("--max-delay-ms", 0, 60_000, 30_000, "no wait is longer"),
-    ("--kill-after-ms", 0, 604_800_000, 5000, "the grace from a stop signal to SIGKILL"),
+    ("--max-elapsed-ms", 1, WEEK_MS, None, "a budget for all attempts and waits together"),
+    ("--attempt-timeout-ms", 1, WEEK_MS, None, "stop an attempt then; it counts as exit code 124"),
+    ("--kill-after-ms", 0, WEEK_MS, 5000, "the grace from a stop signal or a time-out to SIGKILL"),
+    ("--max-output-bytes", 0, 2**63 - 1, None, "stop an attempt that writes more, stdout and stderr together; exit 125"),
+)
+CHOICES = (  # option, values, help; the first value is the default
+    ("--jitter", ("none", "full", "equal"), "each wait d at random: full in 0 to d, equal in d/2 to d"),
+    (
+        "--stdin",
+        ("null", "replay", "inherit"),
+        "what the job reads: nothing, all of our stdin from its start in each attempt, or our stdin itself",
+    ),
+)
+FLAGS = (  # option, help
+    ("--stream-stderr", "show the job's stderr and our events as they happen"),
+    ("--verbose", "tell people on stderr what happens"),
+    ("--plan", "print the schedule of attempts and waits, and run nothing"),
 )
 
 START_FAILURES = {
@@ -90,21 +111,11 @@ STOP_SIGNALS: dict[int, str] = {
 TERMINAL_STOPS: set[int] = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 STOPS_AGAIN_AFTER_S = 1.0  # a supervisor that signals a whole tree makes one stop arrive more than once
 DEATH_TAKES_S = 10.0  # from SIGKILL to the end of a process with much memory; in vain for one that hangs in the kernel
-TICK_S = 0.1
 CHUNK = 1 << 20
 FOREVER = float("inf")
 JSON_ESCAPES = {number: f"\\u{number:04x}" for number in range(32)} | {
     ord(char): f"\\{letter}" for char, letter in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)
 }
-
-
-class Options(argparse.Namespace):
-    retry_code: list[int]
-    max_attempts: int
-    initial_delay_ms: int
-    backoff_factor: int
-    max_delay_ms: int
-    kill_after_ms: int
 
 
 class Ending(Exception):
@@ -127,23 +138,86 @@ class NotStarted(Exception):
 
 
 class RetryPolicy:
-    """When to try again, and how long to wait first."""
+    """What is retried, how often, and how long to wait first.
+
+    `retry_codes` has exit codes, and -n for death by signal n. Times are in ms. `random` is uniform in [0, 1), by default
+    random.random. ValueError: no such jitter.
+    """
 
     def __init__(
-        self, retry_codes: frozenset[int], max_attempts: int, initial_delay_ms: int, backoff_factor: int, max_delay_ms: int
+        self,
+        retry_codes: "Iterable[int]" = (),
+        *,
+        max_attempts: int = 3,
+        initial_delay_ms: int = 500,
+        backoff_factor: int = 2,
+        max_delay_ms: int = 10_000,
+        max_elapsed_ms: float | None = None,
+        jitter: str = "equal",
+        random: "Callable[[], float] | None" = None,
     ):
-        self.retry_codes, self.max_attempts = retry_codes, max_attempts
+        if jitter not in ("none", "full", "equal"):
+            raise ValueError(f"no such jitter: {jitter}")
+        if jitter != "none" and random is None:
+            from random import random
+        self.retry_codes, self.max_attempts, self.max_elapsed_ms = frozenset(retry_codes), max_attempts, max_elapsed_ms
         self.initial_delay_ms, self.backoff_factor, self.max_delay_ms = initial_delay_ms, backoff_factor, max_delay_ms
+        self.jitter, self.random = jitter, random
 
-    def retries(self, attempt: int, returncode: int) -> bool:
-        """Whether another attempt follows attempt number `attempt` (from 1), which ended so."""
-        return attempt < self.max_attempts and returncode in self.retry_codes
+    def retries(self, returncode: int) -> bool:
+        """Whether an attempt that ended so is worth another one."""
+        return returncode in self.retry_codes
 
-    def delay_ms(self, attempt: int) -> int:
-        """The wait after attempt number `attempt` (from 1), in ms: capped exponential backoff, without jitter
-        (AWS Architecture Blog, "Exponential Backoff and Jitter")."""
-        uncapped: int = self.initial_delay_ms * self.backoff_factor ** (attempt - 1)
-        return min(uncapped, self.max_delay_ms)
+    def delay_range_ms(self, attempt: int) -> tuple[int, int]:
+        """The shortest and the longest wait after attempt number `attempt` (from 1): capped exponential backoff, with jitter
+        as in the AWS Architecture Blog's "Exponential Backoff and Jitter"."""
+        longest = min(self.initial_delay_ms * self.backoff_factor ** (attempt - 1), self.max_delay_ms)
+        return {"none": longest, "full": 0, "equal": longest - longest // 2}[self.jitter], longest
+
+    def delay_ms(self, attempt: int, elapsed_ms: float = 0, hint_ms: int = 0) -> int | None:
+        """The wait after attempt number `attempt` (from 1), raised by a hint of the job's up to the maximum. None: no other
+        attempt, as all are used up or none could begin within the budget, of which `elapsed_ms` are over."""
+        shortest, longest = self.delay_range_ms(attempt)
+        random = self.random or float  # without jitter there is nothing to choose
+        delay_ms = shortest + int((longest - shortest + 1) * random())
+        delay_ms = min(max(delay_ms, hint_ms), self.max_delay_ms)
+        in_time = self.max_elapsed_ms is None or elapsed_ms + delay_ms < self.max_elapsed_ms
+        return delay_ms if attempt < self.max_attempts and in_time else None
+
+
+def plan(policy: RetryPolicy, timeout_ms: int | None, grace_ms: int) -> str:
+    """The schedule of attempts and waits, for people; an attempt's time-out may be followed by its grace."""
+
+    def span(low: float, high: float) -> str:
+        return "no limit" if high == FOREVER else f"{low:.0f} to {high:.0f}" if low < high else f"{low:.0f}"
+
+    budget_ms = FOREVER if policy.max_elapsed_ms is None else policy.max_elapsed_ms
+    attempt_ms = FOREVER if timeout_ms is None else timeout_ms + grace_ms
+    rows = [("attempt", "wait before, ms", "waits so far, ms", "at the latest with time-outs, ms")]
+    soonest = waited = latest = longest = 0.0
+    for attempt in range(1, policy.max_attempts + 1):
+        low, high = policy.delay_range_ms(attempt - 1) if attempt > 1 else (0, 0)
+        soonest, waited, latest = soonest + low, waited + high, min(latest + high, budget_ms)
+        if soonest >= budget_ms:
+            rows.append((f"{attempt}", "never: no time is left", "", ""))
+            break
+        rows.append((f"{attempt}", span(low, high), span(soonest, waited), span(latest, latest)))
+        latest += attempt_ms
+        longest = min(latest, budget_ms + grace_ms)
+    hinted = min(policy.max_attempts * attempt_ms + (policy.max_attempts - 1) * policy.max_delay_ms, budget_ms + grace_ms)
+    lines = ["{:>7}  {:>22}  {:>16}  {:>32}".format(*row).rstrip() for row in rows]
+    return "\n".join([*lines, f"longest total, ms: {span(longest, longest)}, with Retry-After hints {span(hinted, hinted)}", ""])
+
+
+def hint_ms(text: bytes) -> int:
+    """A hint of the job's, in ms: whole or decimal seconds (RFC 9110, Retry-After). 0 for anything else."""
+    seconds = text.strip()
+    return round(1000 * min(float(seconds), WEEK_MS)) if seconds.replace(b".", b"", 1).isdigit() else 0
+
+
+def description(returncode: int) -> str:
+    """How a job ended, for people."""
+    return f"exit code {returncode}" if returncode >= 0 else f"death by signal {-returncode}"
 
 
 def returncode(end: os.waitid_result) -> int:
@@ -258,6 +332,19 @@ def hand_terminal(owner: int, heir: int) -> bool:
         os.close(tty)
 
 
+def stoppable(transfer: "Callable[[], object]") -> None:
+    """Read or write as one whom the terminal stops in the background: with a handler CPython tries again, for ever (PEP 475)."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTTIN, signal.SIGTTOU)}
+    try:
+        for number, handler in handlers.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        transfer()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def write_all(fd: int, data: bytes) -> None:
     while data:
         try:
@@ -328,12 +415,15 @@ def group_states(group: int) -> set[bytes]:
     return states
 
 
-def start(command: list[str], environment: dict[bytes, bytes], out: int, err: int) -> int:
-    """Start the job in a process group of its own, or raise NotStarted. Its process id, which is the group's too."""
+def start(command: list[str], environment: dict[bytes, bytes], stdin: str | None, out: int, err: int) -> int:
+    """Start the job in a process group of its own, or raise NotStarted. Its process id, which is the group's too.
+
+    It reads a file of that name, opened anew, or our own stdin.
+    """
     default = [signal.SIGPIPE, signal.SIGXFSZ]  # ignored by CPython
     if hand_terminal(os.getpgrp(), os.getpgrp()):  # it is ours
         default += [signal.SIGTTIN, signal.SIGTTOU]  # how a job asks for the terminal; `bash -ic` has them ignored
-    null = os.open(os.devnull, os.O_RDONLY)
+    source = os.open(stdin, os.O_RDONLY) if stdin else os.dup(0)
     try:
         if not command[0]:
             raise PermissionError  # posix_spawnp raises ValueError for it
@@ -341,7 +431,7 @@ def start(command: list[str], environment: dict[bytes, bytes], out: int, err: in
             command[0],
             command,
             environment,
-            file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((null, out, err))],
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((source, out, err))],
             setpgroup=0,
             setsigmask=ENTRY_MASK,
             setsigdef=default,
@@ -349,95 +439,144 @@ def start(command: list[str], environment: dict[bytes, bytes], out: int, err: in
     except OSError as error:
         raise NotStarted(error) from error
     finally:
-        os.close(null)
+        os.close(source)
+
+
+def pipe() -> tuple[int, int]:
+    """A big one, whose reading end does not block."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(reader, False)
+    try:
+        fcntl(reader, F_SETPIPE_SZ, CHUNK)
+    except OSError:
+        pass  # the user's share of pipe memory is used up
+    return reader, writer
 
 
 class Spool:
-    """One output stream of an attempt: a pipe for the job, emptied into a temporary file."""
+    """The bytes of one stream, in a temporary file from when they are taken to when they are sent."""
 
     def __init__(self) -> None:
         self.file = temporary_file()
-        self.size = 0  # bytes in the file
-        self.failure: OSError | None = None  # why the rest was dropped
+        self.size = self.sent = 0  # bytes in the file, and how many of them have been sent
+        self.dropping = False  # keep no more
+        self.whole = True  # nothing was dropped
+        self.failure: OSError | None = None  # of the file
         self.spliced = True  # inside the kernel, where the file system can
-        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.reader, False)
-        try:
-            fcntl(self.reader, F_SETPIPE_SZ, CHUNK)
-        except OSError:
-            pass  # the user's share of pipe memory is used up
+        self.ways: list[Callable[[int, int], int]] = [
+            lambda target, _: os.splice(self.file, target, CHUNK, offset_src=self.sent, flags=os.SPLICE_F_NONBLOCK),  # a pipe
+            lambda target, most: os.sendfile(target, self.file, self.sent, most),  # most others
+            lambda target, most: os.write(target, os.pread(self.file, most, self.sent)),  # `>>`
+        ]
 
-    def drain(self) -> int:
-        """Take what is in the pipe. The count of bytes, 0 when its writers are gone; BlockingIOError when it is empty.
+    def take(self, source: int) -> int:
+        """Take what is there. The count of bytes, 0 at its end; BlockingIOError when there is nothing yet.
 
         A full disk must not break the job: from then on its output is read and dropped.
         """
-        try:
-            if self.spliced:
-                moved = os.splice(self.reader, self.file, CHUNK, flags=os.SPLICE_F_NONBLOCK)
+        if self.spliced and not self.dropping:
+            try:
+                moved = os.splice(source, self.file, CHUNK, flags=os.SPLICE_F_NONBLOCK)
                 self.size += moved
                 return moved
-            data = os.read(self.reader, CHUNK)
-            if not self.failure:
+            except BlockingIOError:
+                raise
+            except OSError:
+                self.spliced = False  # whyever it was refused: a plain write tells of a full disk too
+        data = os.read(source, CHUNK)
+        if not self.dropping:
+            try:
                 write_all(self.file, data)
                 self.size += len(data)
-            return len(data)
+            except OSError as error:
+                self.failure, self.dropping = error, True
+        self.whole = self.whole and not (self.dropping and data)
+        return len(data)
+
+    def send(self, target: int, most: int) -> bytes:
+        """Give a part to a descriptor of our caller's, in the fastest way that this takes; the last byte of it."""
+        try:
+            self.sent += self.ways[0](target, most)
         except BlockingIOError:
             raise
-        except OSError as error:
-            if not self.spliced:
-                self.failure = error
-            self.spliced = False  # whyever it was refused: a plain write tells of a full disk too
-            return self.drain()
+        except OSError:
+            if len(self.ways) == 1:
+                raise
+            del self.ways[0]  # whyever it was refused: the plain way tells what is really wrong
+            return self.send(target, most)
+        last = os.pread(self.file, 1, self.sent - 1)
+        if self.sent == self.size:  # what is shown for weeks must not fill the disk
+            os.ftruncate(self.file, os.lseek(self.file, 0, os.SEEK_SET))
+            self.sent = self.size = 0
+        return last
 
-    def settle(self) -> None:
-        """Take what is in the pipe now: all that an ended job wrote. A background process may write without end."""
-        left = fcntl(self.reader, F_GETPIPE_SZ)
+
+class Outlet:
+    """Our stdout or stderr, and what is on its way there.
+
+    It is written to only when poll(2) finds it ready, and then no more than it takes without blocking: a caller that does
+    not read must not keep us from signals and deadlines.
+    """
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self.queue: list[bytes | Spool] = []  # lines of our own, and streams that are complete
+        self.stream: Spool | None = None  # of the running attempt, sent as it grows
+        self.in_line = False  # what was sent last did not end its line
+        self.failure: OSError | None = None  # since then nothing is sent
+        kind = os.fstat(fd).st_mode
+        if os.isatty(fd):
+            try:
+                self.fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)  # that only for us
+            except OSError:
+                kind = stat.S_IFSOCK  # not ours to open, or no /proc: like a socket, it may block
+        self.most = select.PIPE_BUF if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) else CHUNK
+
+    def busy(self) -> bool:
+        return not self.failure and bool(self.queue or (self.stream and self.stream.size))
+
+    def send(self) -> None:
+        """Send a part of what is next. A line of our own begins a line, also after a stream that has not ended its last."""
+        part = self.queue[0] if self.queue else self.stream
         try:
-            while left > 0:
-                left -= self.drain() or left
+            if isinstance(part, Spool):
+                self.in_line = part.send(self.fd, self.most) != b"\n" if part.size else self.in_line
+                part = b"more" if part.size else b""
+            elif part is not None:
+                part = b"\n" + part if self.in_line else part
+                self.queue[0] = part = part[os.write(self.fd, part[: select.PIPE_BUF]) :]
+                self.in_line = False
+            if self.queue and not part:
+                del self.queue[0]
         except BlockingIOError:
             pass
-
-    def deliver(self, target: int) -> None:
-        """Write the file to a descriptor of our caller's, in the fastest way that this takes."""
-        offset = 0
-        ways = [
-            lambda: os.splice(self.file, target, CHUNK, offset_src=offset),  # to a pipe
-            lambda: os.sendfile(target, self.file, offset, CHUNK),  # to most others
-            lambda: os.write(target, os.pread(self.file, CHUNK, offset)),  # `>>`
-        ]
-        while offset < self.size:
-            try:
-                offset += ways[0]()
-            except BlockingIOError:  # our caller made it non-blocking
-                select.select([], [target], [])
-            except OSError:
-                if len(ways) == 1:
-                    raise
-                del ways[0]  # whyever it was refused: the plain way tells what is really wrong
-        os.close(os.dup(target))  # a network file system may tell of its failure only at a close
-
-    def ends_line(self) -> bool:
-        return not self.size or os.pread(self.file, 1, self.size - 1) == b"\n"
+        except OSError as error:
+            self.failure = error
+            if self.stream:
+                self.stream.dropping = True
 
 
 class Supervisor:
-    """Runs attempts, each in a process group of its own, and passes signals on to them.
+    """Runs attempts, each in a process group of its own, passes signals on to them, and keeps time.
 
-    Signals become bytes in a pipe (signal.set_wakeup_fd), so that one poll(2) sees output, ends, signals and deadlines,
+    Signals become bytes in a pipe (signal.set_wakeup_fd), so that one poll(2) sees streams, ends, signals and deadlines,
     and none of them can slip in between a look and the wait.
     """
 
-    def __init__(self, kill_after_ms: int, watched: set[int]):
-        self.kill_after_s = kill_after_ms / 1000
-        self.watched = watched
+    def __init__(self, options: argparse.Namespace, watched: set[int]):
+        self.kill_after_s = options.kill_after_ms / 1000
+        self.most_output = FOREVER if options.max_output_bytes is None else options.max_output_bytes
+        self.verbose = options.verbose
+        self.outlets = Outlet(1), Outlet(2)
+        self.sources: dict[int, Spool] = {}  # by the descriptor that is read
         self.group = 0  # of the running attempt; its leader is the job, which is not reaped before the group is done with
         self.end: os.waitid_result | None = None  # the job's
-        self.spools: dict[int, Spool] = {}  # by the descriptor that is polled
+        self.output = 0  # bytes of the attempt
+        self.cut = 0  # the attempt was cut short: TIMED_OUT, or ERROR for too much output
+        self.has_term = False  # the group has got SIGTERM
         self.stop = 0  # the first stop signal
-        self.stopped_at = self.kill_at = FOREVER
-        self.had_terminal = False
+        self.stopped_at = self.kill_at = self.deadline = FOREVER
+        self.had_terminal = self.failed = False
         self.bell, ringer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.poll = select.poll()
         self.poll.register(self.bell, select.POLLIN)
@@ -446,45 +585,63 @@ class Supervisor:
             signal.signal(number, noted)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
 
-    def run(self, command: list[str], environment: dict[bytes, bytes], out: Spool, err: Spool) -> int:
-        """One attempt, to its end. The return code, or NotStarted. The job is left unreaped: see `finish`."""
+    def note(self, text: str) -> None:
+        if self.verbose:
+            self.outlets[1].queue.append(f"retry_command.py: {text}\n".encode())
+
+    def read_input(self) -> Spool:
+        """Our stdin, up to its end or a stop signal."""
+        spool = self.sources[0] = Spool()
+        self.poll.register(0, select.POLLIN)
         try:
-            self.group = start(command, environment, out.writer, err.writer)
+            while self.sources and not self.stop:
+                self.serve()
         finally:
-            os.close(out.writer)
-            os.close(err.writer)
-        for spool in (out, err):
-            self.spools[spool.reader] = spool
-            self.poll.register(spool.reader, select.POLLIN)
+            self.forget(0)
+        if spool.failure:
+            raise spool.failure
+        return spool
+
+    def attempt(
+        self, command: list[str], environment: dict[bytes, bytes], stdin: str | None, out: Spool, err: Spool, limit_s: float
+    ) -> tuple[int, OSError | None]:
+        """One attempt, to its end and, if it did not succeed, that of all it started. Its return code, and what went wrong
+        if its output was not kept whole or something of it could not be ended. Raises NotStarted."""
+        pipes = pipe(), pipe()
+        self.end, self.output, self.cut, self.has_term = None, 0, 0, False
+        try:
+            self.group = start(command, environment, stdin, *(writer for _, writer in pipes))
+        finally:
+            for _, writer in pipes:
+                os.close(writer)
+        self.deadline = monotonic() + limit_s
+        for (reader, _), spool in zip(pipes, (out, err), strict=True):
+            self.sources[reader] = spool
+            self.poll.register(reader, select.POLLIN)
         try:
             while not self.end:
                 self.serve()
         except BaseException:
             self.kill()
             raise
-        out.settle()
-        err.settle()
-        return returncode(self.end)
-
-    def finish(self, out: Spool, err: Spool, leave_rest: bool) -> OSError | None:
-        """Done with the attempt: end what else it started, unless that is left alone, reap the job, take the terminal
-        back. What went wrong, if its output was not kept whole or something of it could not be ended."""
-        failure = out.failure or err.failure
-        if failure or not leave_rest:
+        self.deadline = FOREVER
+        self.settle()
+        result, failure = self.cut or returncode(self.end), None
+        self.failed = bool(result or out.failure or err.failure or self.stop == signal.SIGINT)
+        if self.failed:
             try:
                 self.clear_group()
-            except TimeoutError as error:
-                failure = failure or error
-        for spool in (out, err):
-            spool.settle()
-            if self.spools.pop(spool.reader, None):
-                self.poll.unregister(spool.reader)
-            os.close(spool.reader)
+            except OSError as error:
+                failure = error
+            self.settle()
+        for reader, _ in pipes:
+            self.forget(reader)
+            os.close(reader)
         hand_terminal(self.group, os.getpgrp())
         os.waitid(os.P_PID, self.group, os.WEXITED)
         self.group, self.end, self.kill_at = 0, None, FOREVER
         self.reap()
-        return failure or out.failure or err.failure
+        return result, out.failure or err.failure or failure
 
     def wait(self, delay_ms: int) -> bool:
         """Wait out a delay. False: told to stop."""
@@ -494,25 +651,63 @@ class Supervisor:
             if self.stop or monotonic() >= until:
                 return not self.stop
 
+    def flush(self) -> None:
+        """Give our caller all that is on its way. Ending: a stop signal, or a later one after that of a stopped run, or its
+        caller that does not take the output for as long as a job's grace."""
+        stop = self.stop
+        self.kill_at = monotonic() + max(self.kill_after_s, STOPS_AGAIN_AFTER_S) if stop else FOREVER
+        while any(outlet.busy() for outlet in self.outlets):
+            self.serve()
+            if self.stop != stop or (stop and self.kill_at == FOREVER):
+                heard = select.select([], [2], [], 0)[1]
+                raise Ending(128 + self.stop, event("interrupted", kind=STOP_SIGNALS[self.stop]) if heard else b"")
+
+    def settle(self) -> None:
+        """Take what is in the pipes now: all that an ended job wrote. A background process may write without end."""
+        for reader in list(self.sources):
+            left = fcntl(reader, F_GETPIPE_SZ)
+            while left > 0 and reader in self.sources:
+                left -= self.drain(reader) or left
+
+    def forget(self, fd: int) -> None:
+        if self.sources.pop(fd, None):
+            self.poll.unregister(fd)
+
     def serve(self, until: float = FOREVER) -> None:
-        """Wait for output, a signal or a deadline, no longer than until then, and act on it."""
-        wake_at = min(until, self.kill_at)
-        for fd, _ in self.poll.poll(None if wake_at == FOREVER else max(0, wake_at - monotonic()) * 1000):
+        """Wait for streams, signals and deadlines, no longer than until then, and act on what comes."""
+        outlets = {outlet.fd: outlet for outlet in self.outlets if outlet.busy()}
+        for fd in outlets:
+            self.poll.register(fd, select.POLLOUT)
+        wake_at = min(until, self.kill_at, self.deadline)
+        ready = self.poll.poll(None if wake_at == FOREVER else max(0, wake_at - monotonic()) * 1000)
+        for fd in outlets:
+            self.poll.unregister(fd)
+        for fd, _ in ready:
             if fd == self.bell:
                 for number in os.read(self.bell, 4096):
                     self.take(number)
             else:
-                self.drain(fd)
-        if monotonic() >= self.kill_at:
+                stoppable(lambda fd=fd: outlets[fd].send() if fd in outlets else self.drain(fd))  # type: ignore[misc]
+        now = monotonic()
+        if now >= self.kill_at:
             self.kill()
+        if now >= self.deadline and not self.end:
+            self.cut_short(TIMED_OUT)
 
-    def drain(self, fd: int) -> None:
+    def drain(self, fd: int) -> int:
+        """Take what a source holds. The count of bytes."""
         try:
-            if not self.spools[fd].drain():
-                self.poll.unregister(fd)
-                del self.spools[fd]
+            taken = self.sources[fd].take(fd)
         except BlockingIOError:
-            pass
+            return 0
+        if not taken:
+            self.forget(fd)
+        self.output += taken
+        if self.group and self.output > self.most_output and not self.cut:
+            for spool in self.sources.values():
+                spool.dropping = True
+            self.cut_short(ERROR)
+        return taken
 
     def take(self, number: int) -> None:
         if number == signal.SIGCHLD:
@@ -526,17 +721,31 @@ class Supervisor:
 
     def told_to_stop(self, number: int) -> None:
         now = monotonic()
+        self.note(f"told to stop by {signal.Signals(number).name}: no further attempt")
         if not self.stop:
-            self.stop, self.stopped_at = number, now
+            self.stop, self.stopped_at, self.deadline = number, now, FOREVER
             self.kill_at = min(self.kill_at, now + self.kill_after_s)
         if now - self.stopped_at >= STOPS_AGAIN_AFTER_S:
             self.kill()
         else:
             self.send(number)
-            if b"T" in group_states(self.group):
+            self.has_term = self.has_term or number == signal.SIGTERM
+            if self.group and b"T" in group_states(self.group):
                 self.send(signal.SIGCONT)  # what is stopped takes no other signal
 
+    def cut_short(self, why: int = 0) -> None:
+        """Tell the group to end: TERM, and CONT as what is stopped takes no other signal. After the grace it is killed."""
+        self.cut, self.deadline = self.cut or why, FOREVER
+        self.kill_at = min(self.kill_at, monotonic() + self.kill_after_s)
+        if not self.has_term:  # who has got it may be cleaning up
+            self.note("SIGTERM to the attempt's processes")
+            self.send(signal.SIGTERM)
+        self.has_term = True
+        self.send(signal.SIGCONT)
+
     def kill(self) -> None:
+        if self.group:
+            self.note("SIGKILL to the attempt's processes")
         self.send(signal.SIGKILL)
         self.kill_at = FOREVER
 
@@ -571,22 +780,22 @@ class Supervisor:
         if number in (signal.SIGTTIN, signal.SIGTTOU) and hand_terminal(os.getpgrp(), self.group):
             self.had_terminal = True
             self.send(signal.SIGCONT)
-        elif self.stop:
+            return
+        if self.stop or self.has_term:
             self.send(signal.SIGCONT)  # to its end
-        else:
-            hand_terminal(self.group, os.getpgrp())
-            if not stop_ourselves(number) and number != signal.SIGSTOP:  # then the job, in our group, had not stopped either
-                if number != signal.SIGTSTP:
-                    self.send(signal.SIGHUP)  # it would wait for a terminal that it never gets
-                self.send(signal.SIGCONT)
+            return
+        in_front = hand_terminal(self.group, os.getpgrp()) or hand_terminal(os.getpgrp(), os.getpgrp())
+        if self.deadline < FOREVER and (number == signal.SIGSTOP or not in_front):
+            return  # nobody may wake us in time
+        if not stop_ourselves(number) and number != signal.SIGSTOP:  # then the job, in our group, had not stopped either
+            if number != signal.SIGTSTP:
+                self.send(signal.SIGHUP)  # it would wait for a terminal that it never gets
+            self.send(signal.SIGCONT)
 
     def clear_group(self) -> None:
         """End what the attempt left behind: TERM and CONT, the grace, KILL. TimeoutError: something outlives even that."""
         if group_states(self.group):
-            self.kill_at = min(self.kill_at, monotonic() + self.kill_after_s)
-            if self.stop != signal.SIGTERM:  # it has got that, and may be cleaning up
-                self.send(signal.SIGTERM)
-            self.send(signal.SIGCONT)
+            self.cut_short()
             self.until_group_is_gone(lambda: self.kill_at == FOREVER)
         self.kill()  # also what forked between two looks or is hidden from us; what is killed forks no more
         until = monotonic() + DEATH_TAKES_S
@@ -602,32 +811,6 @@ class Supervisor:
             pause_s = min(2 * pause_s, 0.05)
         return True
 
-    def write_from_now_on(self) -> None:
-        """No job is left. A stop signal now ends us at once, also out of a blocked write(2): see `break_off`.
-
-        The timer is for a signal that comes between the interpreter's last look and the write: the next tick tells of it.
-        """
-        for number in self.watched & TERMINAL_STOPS:
-            signal.signal(number, signal.SIG_DFL)  # with a handler, `stty tostop` would make us spin
-        for number in self.watched & STOP_SIGNALS.keys():
-            signal.signal(number, self.break_off)
-        self.serve(monotonic())  # a signal that came before may still lie in the pipe
-        self.kill_at = monotonic() + max(self.kill_after_s, STOPS_AGAIN_AFTER_S) if self.stop else FOREVER
-        signal.signal(signal.SIGALRM, self.break_off)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-        signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
-
-    def break_off(self, number: int, _frame: object) -> None:
-        """End us, out of a blocked write too: for a new stop signal or one repeated later, or when our caller has not
-        taken the output of a stopped run for as long as a job's grace."""
-        now = monotonic()
-        if now < self.kill_at if number == signal.SIGALRM else self.stop and now < self.stopped_at + STOPS_AGAIN_AFTER_S:
-            return
-        stop = self.stop or number
-        if select.select([], [2], [], 0)[1]:
-            say(event("interrupted", kind=STOP_SIGNALS[stop]))
-        os._exit(128 + stop)
-
 
 def noted(_number: int, _frame: object) -> None:
     """The wake-up descriptor has it already."""
@@ -636,90 +819,120 @@ def noted(_number: int, _frame: object) -> None:
 # ---- the run
 
 
-def run(policy: RetryPolicy, command: list[str], supervisor: Supervisor) -> int:
+def run(options: argparse.Namespace, policy: RetryPolicy, command: list[str], supervisor: Supervisor) -> int:
     """All attempts, then the output: of the success, or the history of the failures. The exit code."""
-    history: list[bytes | Spool] = []
+    told = supervisor.outlets[1].queue
+    history = told if options.stream_stderr else []
     try:
-        code, output = run_attempts(policy, command, supervisor, history)
+        code, output = run_attempts(options, policy, command, supervisor, history)
     except OSError as error:
-        code, output = ERROR, ()
+        code, output = ERROR, None
         history.append(event("wrapper_error", kind=type(error).__name__))
-    supervisor.write_from_now_on()
+    supervisor.serve(monotonic())  # a stop signal may have come just now
     if output and supervisor.stop != signal.SIGINT:
-        code = deliver(output)
-    else:
-        if supervisor.stop:
-            code = 128 + supervisor.stop
-            history.append(event("interrupted", kind=STOP_SIGNALS[supervisor.stop]))
-        tell(history)
-    signal.setitimer(signal.ITIMER_REAL, 0)  # no tick while an installed command's Python winds up, with no handler left
+        return deliver(output, supervisor)
+    if supervisor.stop:
+        code = 128 + supervisor.stop
+        history.append(event("interrupted", kind=STOP_SIGNALS[supervisor.stop]))
+    if history is not told:
+        told += history
+    told.append(b"")
+    supervisor.flush()
     return code
 
 
 def run_attempts(
-    policy: RetryPolicy, command: list[str], supervisor: Supervisor, history: list[bytes | Spool]
-) -> tuple[int, tuple[Spool, ...]]:
+    options: argparse.Namespace,
+    policy: RetryPolicy,
+    command: list[str],
+    supervisor: Supervisor,
+    history: list[bytes | Spool],
+) -> tuple[int, tuple[Spool, Spool] | None]:
     """Attempts and waits, up to a success, the last failure or a stop signal. The exit code and a success's output.
 
     The history gets what is to be told if all fails.
     """
+    hint = os.memfd_create("retry_after")
     environment = given_environment()
     environment[b"RETRY_WRAPPER_MAX_ATTEMPTS"] = b"%d" % policy.max_attempts
-    attempt = delay_ms = 0
-    while supervisor.wait(delay_ms):
-        attempt += 1
+    environment[b"RETRY_WRAPPER_RETRY_AFTER_FILE"] = b"/proc/%d/fd/%d" % (os.getpid(), hint)
+    stdin = os.devnull if options.stdin == "null" else None
+    if options.stdin == "replay":
+        stdin = f"/proc/self/fd/{supervisor.read_input().file}"
+    limits_ms = options.attempt_timeout_ms, policy.max_elapsed_ms
+    timeout_s, budget_s = (FOREVER if limit_ms is None else limit_ms / 1000 for limit_ms in limits_ms)
+    began, code, delay_ms = monotonic(), SUCCESS, 0
+    for attempt in range(1, policy.max_attempts + 1):
+        if not supervisor.wait(delay_ms) or (attempt > 1 and monotonic() >= began + budget_s):
+            break  # told to stop, or stopped for longer than the wait
+        remaining_s = began + budget_s - monotonic()
         environment[b"RETRY_WRAPPER_ATTEMPT"] = b"%d" % attempt
+        if budget_s < FOREVER:
+            environment[b"RETRY_WRAPPER_REMAINING_MS"] = b"%d" % max(0, remaining_s * 1000)
+        os.ftruncate(hint, 0)
         where = {"attempt": attempt, "max_attempts": policy.max_attempts}
-        out, err = Spool(), Spool()
+        output = out, err = Spool(), Spool()
+        if options.stream_stderr:
+            supervisor.outlets[1].stream, err.dropping = err, supervisor.outlets[1].failure is not None
+        supervisor.note(f"attempt {attempt} of {policy.max_attempts} begins")
         try:
-            result = supervisor.run(command, environment, out, err)
+            result, failure = supervisor.attempt(command, environment, stdin, out, err, min(timeout_s, remaining_s))
         except NotStarted as error:
             history.append(event("launch_error", **where, kind=error.kind, retrying=False))
-            return error.code, ()
-        failed = result != 0 or supervisor.stop == signal.SIGINT
-        failure = supervisor.finish(out, err, leave_rest=not failed)
-        if not failed and not failure:
-            return SUCCESS, (out, err)
+            return error.code, None
+        if options.stream_stderr:
+            history.append(err)
+        if not supervisor.failed:
+            supervisor.note(f"attempt {attempt} of {policy.max_attempts} succeeded")
+            return SUCCESS, output
         os.close(out.file)
-        retrying = policy.retries(attempt, result) and not (failure or supervisor.stop or supervisor.had_terminal)
-        delay_ms = policy.delay_ms(attempt)
-        trouble = [event("wrapper_error", kind=type(failure).__name__)] if failure else []
-        if failed:
-            more = {"next_delay_ms": delay_ms} if retrying else {}
-            history += [event("attempt_failed", **where, returncode=result, retrying=retrying, **more), err, *trouble]
-        else:
-            history += [*trouble, err]
-        if failure:
-            return ERROR, ()
-        if not retrying:
-            return exit_code(result), ()
-    return SUCCESS, ()  # told to stop
+        code = ERROR if failure else exit_code(result)
+        final = code == ERROR or supervisor.stop or supervisor.had_terminal or not policy.retries(result)
+        elapsed_ms = 1000 * (monotonic() - began)
+        next_ms = None if final else policy.delay_ms(attempt, elapsed_ms, hint_ms(os.pread(hint, 1000, 0)))
+        first, *others = attempt_events(where, supervisor.cut, result, failure, next_ms)
+        history += [first, *others] if options.stream_stderr else [first, err, *others]
+        then = "no other attempt" if next_ms is None else f"the next one in {next_ms} ms"
+        supervisor.note(f"attempt {attempt} of {policy.max_attempts}: {description(result)}; {then}")
+        if next_ms is None:
+            break
+        delay_ms = next_ms
+    return code, None
 
 
-def deliver(output: tuple[Spool, ...]) -> int:
-    """Give our caller a success's stdout and stderr. The exit code: undelivered, it was none."""
-    for fd, spool in enumerate(output, 1):
+def attempt_events(
+    where: dict[str, int], cut: int, result: int, failure: OSError | None, next_ms: int | None
+) -> list[bytes | Spool]:
+    """What is told of an attempt that did not succeed."""
+    again: dict[str, int] = {"retrying": False} if next_ms is None else {"retrying": True, "next_delay_ms": next_ms}
+    timed_out = {"timed_out": True} if cut == TIMED_OUT else {}
+    events: list[bytes | Spool] = []
+    if cut == ERROR:
+        events.append(event("output_limit", **where, **again))
+    elif result or not failure:
+        events.append(event("attempt_failed", **where, returncode=result, **timed_out, **again))
+    if failure:
+        events.append(event("wrapper_error", kind=type(failure).__name__))
+    return events
+
+
+def deliver(output: tuple[Spool, Spool], supervisor: Supervisor) -> int:
+    """Give our caller a success's stdout, then its stderr. The exit code: undelivered, it was none."""
+    for outlet, spool in zip(supervisor.outlets, output, strict=True):
+        outlet.queue.append(spool)
+        supervisor.flush()
+        failure = None if spool.whole and spool.sent == spool.size else outlet.failure
         try:
-            spool.deliver(fd)
-        except ConnectionError:
-            return BROKEN_PIPE
+            os.close(os.dup(outlet.fd))  # a network file system may tell of its failure only at a close
         except OSError as error:
-            tell([event("wrapper_error", kind=type(error).__name__), *output[fd:]])
+            failure = failure or error
+        if isinstance(failure, ConnectionError):
+            return BROKEN_PIPE
+        if failure:
+            supervisor.outlets[1].queue += [event("wrapper_error", kind=type(failure).__name__), output[1]]
+            supervisor.flush()
             return ERROR
     return SUCCESS
-
-
-def tell(history: list[bytes | Spool]) -> None:
-    """Write to stderr, ending each last line; an ending keeps its exit code when that is impossible."""
-    try:
-        for part in history:
-            if isinstance(part, bytes):
-                write_all(2, part)
-            else:
-                part.deliver(2)
-                write_all(2, b"" if part.ends_line() else b"\n")
-    except OSError:
-        pass
 
 
 # ---- command line
@@ -751,21 +964,50 @@ def whole_number(lowest: int, highest: int) -> "Callable[[str], int]":
     return parse_number
 
 
-def parse(words: list[str]) -> tuple[Options, list[str]]:
+def codes(text: str) -> list[int]:
+    """Exit codes as numbers, ranges and names of sysexits.h, with commas between."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = str(getattr(os, f"EX_{part.removeprefix('EX_')}", part)).partition("-")
+        ends = [first, last if dash else first]
+        if not (all(end.isascii() and end.isdigit() for end in ends) and 1 <= int(ends[0]) <= int(ends[1]) <= 124):
+            raise argparse.ArgumentTypeError(f"{part!r} is no exit code from 1 to 124, range of them or name of sysexits.h")
+        found += range(int(ends[0]), int(ends[1]) + 1)
+    return found
+
+
+def signals(text: str) -> list[int]:
+    """The return codes of jobs that die of the signals named, with commas between."""
+    found: list[int] = []
+    for part in text.split(","):
+        number = signal.Signals.__members__.get(f"SIG{part.removeprefix('SIG')}")
+        if number is None:
+            raise argparse.ArgumentTypeError(f"{part!r} is no name of a signal")
+        found.append(-number)
+    return found
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, left of the first `--`, and the command right of it, untouched; raises Ending for bad ones."""
-    parser = Parser(usage="%(prog)s --retry-code N [OPTIONS] -- COMMAND [ARG ...]", allow_abbrev=False, add_help=False)
-    code = "an exit code that is worth another attempt, 1 to 124; repeatable, required"
-    parser.add_argument("--retry-code", required=True, action="append", type=whole_number(1, 124), metavar="N", help=code)
+    parser = Parser(usage="%(prog)s --retry-code CODES [OPTIONS] -- COMMAND [ARG ...]", allow_abbrev=False, add_help=False)
+    about = "exit codes worth another attempt, 1 to 124: 75, 69-71, TEMPFAIL (sysexits), or a list of these; repeatable, required"
+    parser.add_argument("--retry-code", required=True, action="extend", type=codes, metavar="CODES", help=about)
+    about = "signals whose death of the job is worth another attempt: KILL, or a list; repeatable"
+    parser.add_argument("--retry-signal", default=[], action="extend", type=signals, metavar="NAMES", help=about)
     for name, lowest, highest, default, text in NUMBERS:
-        about = f"{text}: {lowest} to {highest} (default {default})"
+        about = f"{text}: {lowest} to {highest} (default {'off' if default is None else default})"
         parser.add_argument(name, type=whole_number(lowest, highest), default=default, metavar="N", help=about)
+    for name, values, text in CHOICES:
+        parser.add_argument(name, choices=values, default=values[0], help=f"{text} (default {values[0]})")
+    for name, text in FLAGS:
+        parser.add_argument(name, action="store_true", help=text)
     parser.add_argument("-h", "--help", action=Show, nargs=0, help="show this and end")
     parser.add_argument("--version", action=Show, nargs=0, help="show the version and end")
     split = words.index("--") if "--" in words else len(words)
-    options, command = parser.parse_args(words[:split], Options()), words[split + 1 :]
+    options, command = parser.parse_args(words[:split]), words[split + 1 :]
     if options.initial_delay_ms > options.max_delay_ms:
         parser.error("argument --initial-delay-ms: above --max-delay-ms")
-    if not command:
+    if not command and not options.plan:
         parser.error("-- COMMAND is missing")
     return options, command
 
@@ -777,20 +1019,27 @@ def main(argv: list[str] | None = None) -> int:
         fill_standard_descriptors()
         options, command = parse(sys.argv[1:] if argv is None else argv)
         policy = RetryPolicy(
-            frozenset(options.retry_code),
-            options.max_attempts,
-            options.initial_delay_ms,
-            options.backoff_factor,
-            options.max_delay_ms,
+            [*options.retry_code, *options.retry_signal],
+            max_attempts=options.max_attempts,
+            initial_delay_ms=options.initial_delay_ms,
+            backoff_factor=options.backoff_factor,
+            max_delay_ms=options.max_delay_ms,
+            max_elapsed_ms=options.max_elapsed_ms,
+            jitter=options.jitter,
         )
-        return run(policy, command, Supervisor(options.kill_after_ms, watched))
+        if options.plan:
+            write_all(1, plan(policy, options.attempt_timeout_ms, options.kill_after_ms).encode())
+            return SUCCESS
+        return run(options, policy, command, Supervisor(options, watched))
     except Ending as ending:
         last = ending
     except BrokenPipeError:
         last = Ending(BROKEN_PIPE)
     except Exception as error:
         last = Ending(ERROR, event("wrapper_error", kind=type(error).__name__))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a stuck stderr yields to a stop signal
+    for number in watched & STOP_SIGNALS.keys():
+        signal.signal(number, signal.SIG_DFL)  # a stuck stderr yields to a stop signal
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     say(last.text)
     return last.code
 

@@ -53,15 +53,22 @@ def test_options_are_the_same_everywhere(script: Path) -> None:
     usage = run_cli(script, "--help", code=0).stdout.decode().partition("\noptions:\n")[2].partition("exit codes:")[0]
     section = README.partition(f"\n## {script.name}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`-[^|]*(?:\\\|[^|]*)*) \|", section, re.MULTILINE)
-    shown = set(re.findall(r"^  (?:-\w(?: N)?, )?(--[a-z-]+)", usage, re.MULTILINE)) - {"--help", "--version"}
-    assert {name for cell in cells for name in re.findall(r"--[a-z-]+", cell)} == shown
+    shown = set(re.findall(r"^  (?:-\w(?: N)?, )?(--[a-z-]+)", usage, re.MULTILINE))
+    assert {name for cell in cells for name in re.findall(r"--[a-z-]+", cell)} | {"--help", "--version"} == shown
 
 
 def test_number_options_are_the_same_everywhere() -> None:
     shown = " ".join(run_cli(RETRY, "--help", code=0).stdout.decode().split())
-    for name, lowest, highest, default, about in retry_command.NUMBERS:
+    for name, lowest, highest, value, about in retry_command.NUMBERS:
+        default = "off" if value is None else value
         assert f"| `{name}` | {lowest} to {highest} | {default} | {about} |" in README
         assert f"{name} N {about}: {lowest} to {highest} (default {default})" in shown
+    for name, values, about in retry_command.CHOICES:
+        assert f"| `{name}` | {', '.join(f'`{value}`' for value in values)} | {values[0]} | {about} |" in README
+        assert f"{name} {{{','.join(values)}}} {about} (default {values[0]})" in shown
+    for name, about in retry_command.FLAGS:
+        assert re.search(rf"^\| `{name}` \|( \| off \|)? {re.escape(about)} \|$", README, re.MULTILINE)
+        assert f"{name} {about}" in shown
 
 
 def test_the_version_is_one(tmp_path: Path) -> None:
