@@ -87,7 +87,7 @@ CHOICES = (  # option, values, help; the first value is the default
     (
         "--stdin",
         ("null", "replay", "inherit"),
-        "what the job reads: nothing, all of our stdin from its start in each attempt, or our stdin itself",
+        "what the job reads: nothing, our stdin from its start each time, or our stdin itself",
     ),
 )
 FLAGS = (  # option, help
@@ -181,8 +181,8 @@ class RetryPolicy:
         random = self.random or float  # without jitter there is nothing to choose
         delay_ms = shortest + int((longest - shortest + 1) * random())
         delay_ms = min(max(delay_ms, hint_ms), self.max_delay_ms)
-        in_time = self.max_elapsed_ms is None or elapsed_ms + delay_ms < self.max_elapsed_ms
-        return delay_ms if attempt < self.max_attempts and in_time else None
+        late = self.max_elapsed_ms is not None and elapsed_ms + delay_ms >= self.max_elapsed_ms
+        return None if late or attempt >= self.max_attempts else delay_ms
 
 
 def plan(policy: RetryPolicy, timeout_ms: int | None, grace_ms: int) -> str:
