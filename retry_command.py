@@ -215,11 +215,6 @@ def hint_ms(text: bytes) -> int:
     return round(1000 * min(float(seconds), WEEK_MS)) if seconds.replace(b".", b"", 1).isdigit() else 0
 
 
-def description(returncode: int) -> str:
-    """How a job ended, for people."""
-    return f"exit code {returncode}" if returncode >= 0 else f"death by signal {-returncode}"
-
-
 def returncode(end: os.waitid_result) -> int:
     """How a process ended: its exit code, or -n for death by signal n."""
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
@@ -690,6 +685,7 @@ class Supervisor:
                 stoppable(lambda fd=fd: outlets[fd].send() if fd in outlets else self.drain(fd))  # type: ignore[misc]
         now = monotonic()
         if now >= self.kill_at:
+            self.note("the grace is over: SIGKILL")
             self.kill()
         if now >= self.deadline and not self.end:
             self.cut_short(TIMED_OUT)
@@ -738,14 +734,12 @@ class Supervisor:
         self.cut, self.deadline = self.cut or why, FOREVER
         self.kill_at = min(self.kill_at, monotonic() + self.kill_after_s)
         if not self.has_term:  # who has got it may be cleaning up
-            self.note("SIGTERM to the attempt's processes")
+            self.note("SIGTERM to what runs of the attempt")
             self.send(signal.SIGTERM)
         self.has_term = True
         self.send(signal.SIGCONT)
 
     def kill(self) -> None:
-        if self.group:
-            self.note("SIGKILL to the attempt's processes")
         self.send(signal.SIGKILL)
         self.kill_at = FOREVER
 
@@ -892,8 +886,11 @@ def run_attempts(
         next_ms = None if final else policy.delay_ms(attempt, elapsed_ms, hint_ms(os.pread(hint, 1000, 0)))
         first, *others = attempt_events(where, supervisor.cut, result, failure, next_ms)
         history += [first, *others] if options.stream_stderr else [first, err, *others]
+        how = {TIMED_OUT: "out of time", ERROR: "too much output"}.get(supervisor.cut) or (
+            f"exit code {result}" if result >= 0 else f"death by signal {-result}"
+        )
         then = "no other attempt" if next_ms is None else f"the next one in {next_ms} ms"
-        supervisor.note(f"attempt {attempt} of {policy.max_attempts}: {description(result)}; {then}")
+        supervisor.note(f"attempt {attempt} of {policy.max_attempts}: {how}; {then}")
         if next_ms is None:
             break
         delay_ms = next_ms

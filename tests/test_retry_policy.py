@@ -115,7 +115,9 @@ def test_hints(text: bytes, ms: int) -> None:
     assert hint_ms(text) == ms
 
 
-PLANS = (  # options of the policy, time-out, grace, what the last column and the total are
+PLANS: tuple[
+    tuple[dict[str, int], int | None, int, tuple[str, ...], str], ...
+] = (  # options of the policy, time-out, grace, what the last column and the total are
     ({}, None, 5000, ("0", "no limit", "no limit"), "no limit, with Retry-After hints no limit"),
     ({}, 1000, 500, ("0", "1600", "3300"), "4800, with Retry-After hints 5100"),
     ({"max_elapsed_ms": 2000}, 1000, 500, ("0", "1600", "2000"), "2500, with Retry-After hints 2500"),

@@ -107,11 +107,13 @@ FILES = (file, appended_file)
 TARGETS = (*FILES, *STREAMS, *map(not_blocking, STREAMS))
 
 
-def taken(target: Callable[[Path], Target], folder: Path, stream: str, *job: Any, code: int) -> bytes:
+def taken(
+    target: Callable[[Path], Target], folder: Path, stream: str, *job: Any, code: int, options: tuple[str, ...] = ()
+) -> bytes:
     """What a reader gets of that stream."""
     writer, reader = target(folder)
     streams: dict[str, Any] = {stream: writer}
-    process = started(*RETRY_75, "--", *job, **streams)
+    process = started(*RETRY_75, *options, "--", *job, **streams)
     os.close(writer)
     if target in FILES:
         ended(process, code)
@@ -131,6 +133,13 @@ def test_delivered_whole(tmp_path: Path, big: Path, target: Callable[[Path], Tar
 def test_a_history_is_told_whole(tmp_path: Path, big: Path, target: Callable[[Path], Target]) -> None:
     history = taken(target, tmp_path, "stderr", "sh", "-c", f"cat {big} {big} >&2; echo >&2; exit 65", code=65)
     assert digest(history) == digest(failed(65) + 2 * big.read_bytes() + b"\n")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_stream_is_shown_whole(tmp_path: Path, big: Path, target: Callable[[Path], Target]) -> None:
+    job = ("sh", "-c", f"cat {big} >&2; [ $RETRY_WRAPPER_ATTEMPT = 2 ] || exit 75")
+    shown = taken(target, tmp_path, "stderr", *job, code=0, options=("--stream-stderr",))
+    assert digest(shown) == digest(big.read_bytes() + b"\n" + failed(75, 1, 0) + big.read_bytes())
 
 
 def test_a_history_is_told_whole_to_a_pipe_that_is_full(fifo: Fifo, tmp_path: Path, big: Path) -> None:
