@@ -80,8 +80,8 @@ TOLD = (  # options, the job, exit code, the last notes
         "trap '' TERM; sleep 60",
         124,
         [
-            "SIGTERM to the attempt's processes",
-            "SIGKILL to the attempt's processes",
+            "SIGTERM to what runs of the attempt",
+            "the grace is over: SIGKILL",
             "attempt 1 of 3: out of time; no other attempt",
         ],
     ),
