@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -296,3 +297,56 @@ def test_a_job_that_asks_where_no_shell_could_lend_the_terminal(terminal: Open, 
     """In the background of a shell that has gone: it ends and does not wait for ever."""
     terminal().command(f"({line(script, fifo, 'say:asks', 'tty')} 9>{fifo.path} &)")
     assert fifo.until_gone() == ["asks"]
+
+
+def options(line: str, more: str) -> str:
+    return line.replace(" -- ", f" {more} -- ", 1)
+
+
+def test_a_job_in_the_background_that_is_not_to_be_shown_waits_for_fg(terminal: Open, fifo: Fifo) -> None:
+    shell = terminal()
+    shell.command("stty tostop")
+    assert shell.code() == 0
+    shell.command(options(line("R", fifo, "err:shown", "say:ready", "exit:0"), "--stream-stderr") + " &")
+    assert fifo.until_gone() == ["ready"]
+    until_all(children(shell.process.pid), "T")
+    shell.command("fg")
+    shell.expect("shown")
+    assert shell.code() == 0
+
+
+@pytest.mark.parametrize("before", ("", "in the background"))
+@pytest.mark.parametrize("stdin", ("replay", "inherit"))
+def test_the_job_reads_what_is_typed(terminal: Open, here: Path, stdin: str, before: str) -> None:
+    shell = terminal()
+    command = f"{RETRY} --retry-code 75 --stdin {stdin} -- sh -c 'read line; echo got $line'"
+    if before:
+        shell.command(f"{command} &")
+        shell.expect(PROMPT)
+        shell.command("fg")
+        shell.expect("got $line")
+    else:
+        shell.command(command)
+    shell.type("hello\n" + "\x04" * (stdin == "replay"))
+    shell.expect("got hello")
+    assert shell.code() == 0
+
+
+def test_a_time_out_while_stopped_is_acted_on_after_fg(terminal: Open, fifo: Fifo) -> None:
+    shell = terminal()
+    shell.command(options(line("R", fifo, "say:ready", "wait"), "--attempt-timeout-ms 1500 --max-attempts 1"))
+    assert fifo.line() == "ready"
+    shell.type(CTRL_Z)
+    shell.expect(PROMPT)
+    time.sleep(2)
+    assert fifo.silent()
+    shell.command("fg")
+    assert shell.code() == 124
+    assert fifo.until_gone() == []
+
+
+def test_a_job_stopped_in_the_foreground_ends_at_its_time_out(terminal: Open, fifo: Fifo) -> None:
+    shell = terminal()
+    shell.command(options(line("R", fifo, "say:ready", "stop", "wait"), "--attempt-timeout-ms 1500 --max-attempts 1"))
+    assert fifo.until_gone() == ["ready"]
+    assert shell.code() == 124
