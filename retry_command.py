@@ -245,6 +245,18 @@ def event(name: str, **fields: str | int) -> bytes:
     return json_line(source="retry_wrapper", event=name, **fields)
 
 
+def attempt_events(where: dict[str, int], cut: int, result: int, failure: OSError | None, next_ms: int | None) -> list[bytes]:
+    """What is told of an attempt that did not succeed."""
+    again: dict[str, int] = {"retrying": False} if next_ms is None else {"retrying": True, "next_delay_ms": next_ms}
+    timed_out = {"timed_out": True} if cut == TIMED_OUT else {}
+    events: list[bytes] = []
+    if cut == ERROR:
+        events.append(event("output_limit", **where, **again))
+    elif result or not failure:
+        events.append(event("attempt_failed", **where, returncode=result, **timed_out, **again))
+    return [*events, event("wrapper_error", kind=type(failure).__name__)] if failure else events
+
+
 # ---- process layer
 
 
@@ -410,7 +422,7 @@ def group_states(group: int) -> set[bytes]:
     return states
 
 
-def start(command: list[str], environment: dict[bytes, bytes], stdin: str | None, out: int, err: int) -> int:
+def start(command: list[str], environment: dict[bytes, bytes], stdin: str, out: int, err: int) -> int:
     """Start the job in a process group of its own, or raise NotStarted. Its process id, which is the group's too.
 
     It reads a file of that name, opened anew, or our own stdin.
@@ -561,7 +573,7 @@ class Supervisor:
     def __init__(self, options: argparse.Namespace, watched: set[int]):
         self.kill_after_s = options.kill_after_ms / 1000
         self.most_output = FOREVER if options.max_output_bytes is None else options.max_output_bytes
-        self.verbose = options.verbose
+        self.verbose, self.streams = options.verbose, options.stream_stderr
         self.outlets = Outlet(1), Outlet(2)
         self.sources: dict[int, Spool] = {}  # by the descriptor that is read
         self.group = 0  # of the running attempt; its leader is the job, which is not reaped before the group is done with
@@ -571,7 +583,8 @@ class Supervisor:
         self.has_term = False  # the group has got SIGTERM
         self.stop = 0  # the first stop signal
         self.stopped_at = self.kill_at = self.deadline = FOREVER
-        self.had_terminal = self.failed = False
+        self.had_terminal = False
+        self.failed = True  # the last attempt was no success
         self.bell, ringer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.poll = select.poll()
         self.poll.register(self.bell, select.POLLIN)
@@ -598,12 +611,14 @@ class Supervisor:
         return spool
 
     def attempt(
-        self, command: list[str], environment: dict[bytes, bytes], stdin: str | None, out: Spool, err: Spool, limit_s: float
+        self, command: list[str], environment: dict[bytes, bytes], stdin: str, out: Spool, err: Spool, limit_s: float
     ) -> tuple[int, OSError | None]:
         """One attempt, to its end and, if it did not succeed, that of all it started. Its return code, and what went wrong
         if its output was not kept whole or something of it could not be ended. Raises NotStarted."""
-        pipes = pipe(), pipe()
-        self.end, self.output, self.cut, self.has_term = None, 0, 0, False
+        pipes, stderr = (pipe(), pipe()), self.outlets[1]
+        if self.streams:
+            stderr.stream, err.dropping = err, stderr.failure is not None
+        self.end, self.output, self.cut, self.has_term, self.failed = None, 0, 0, False, True
         try:
             self.group = start(command, environment, stdin, *(writer for _, writer in pipes))
         finally:
@@ -813,123 +828,119 @@ def noted(_number: int, _frame: object) -> None:
 # ---- the run
 
 
-def run(options: argparse.Namespace, policy: RetryPolicy, command: list[str], supervisor: Supervisor) -> int:
-    """All attempts, then the output: of the success, or the history of the failures. The exit code."""
-    told = supervisor.outlets[1].queue
-    history = told if options.stream_stderr else []
-    try:
-        code, output = run_attempts(options, policy, command, supervisor, history)
-    except OSError as error:
-        code, output = ERROR, None
-        history.append(event("wrapper_error", kind=type(error).__name__))
-    supervisor.serve(monotonic())  # a stop signal may have come just now
-    if output and supervisor.stop != signal.SIGINT:
-        return deliver(output, supervisor)
-    if supervisor.stop:
-        code = 128 + supervisor.stop
-        history.append(event("interrupted", kind=STOP_SIGNALS[supervisor.stop]))
-    if history is not told:
-        told += history
-    told.append(b"")
-    supervisor.flush()
-    return code
+class Run:
+    """A command's attempts and waits, up to a success, the last failure or a stop signal, and what is told of them."""
 
+    def __init__(self, options: argparse.Namespace, policy: RetryPolicy, command: list[str], supervisor: Supervisor):
+        self.options, self.policy, self.command, self.supervisor = options, policy, command, supervisor
+        self.told = supervisor.outlets[1].queue
+        self.history = self.told if options.stream_stderr else []  # of failures, for the end
+        self.hint = os.memfd_create("retry_after")
+        self.began = FOREVER
+        self.environment = {
+            **given_environment(),
+            b"RETRY_WRAPPER_MAX_ATTEMPTS": b"%d" % policy.max_attempts,
+            b"RETRY_WRAPPER_RETRY_AFTER_FILE": b"/proc/%d/fd/%d" % (os.getpid(), self.hint),
+        }
 
-def run_attempts(
-    options: argparse.Namespace,
-    policy: RetryPolicy,
-    command: list[str],
-    supervisor: Supervisor,
-    history: list[bytes | Spool],
-) -> tuple[int, tuple[Spool, Spool] | None]:
-    """Attempts and waits, up to a success, the last failure or a stop signal. The exit code and a success's output.
-
-    The history gets what is to be told if all fails.
-    """
-    hint = os.memfd_create("retry_after")
-    environment = given_environment()
-    environment[b"RETRY_WRAPPER_MAX_ATTEMPTS"] = b"%d" % policy.max_attempts
-    environment[b"RETRY_WRAPPER_RETRY_AFTER_FILE"] = b"/proc/%d/fd/%d" % (os.getpid(), hint)
-    stdin = os.devnull if options.stdin == "null" else None
-    if options.stdin == "replay":
-        stdin = f"/proc/self/fd/{supervisor.read_input().file}"
-    limits_ms = options.attempt_timeout_ms, policy.max_elapsed_ms
-    timeout_s, budget_s = (FOREVER if limit_ms is None else limit_ms / 1000 for limit_ms in limits_ms)
-    began, code, delay_ms = monotonic(), SUCCESS, 0
-    for attempt in range(1, policy.max_attempts + 1):
-        if not supervisor.wait(delay_ms) or (attempt > 1 and monotonic() >= began + budget_s):
-            break  # told to stop, or stopped for longer than the wait
-        remaining_s = began + budget_s - monotonic()
-        environment[b"RETRY_WRAPPER_ATTEMPT"] = b"%d" % attempt
-        if budget_s < FOREVER:
-            environment[b"RETRY_WRAPPER_REMAINING_MS"] = b"%d" % max(0, remaining_s * 1000)
-        os.ftruncate(hint, 0)
-        where = {"attempt": attempt, "max_attempts": policy.max_attempts}
-        output = out, err = Spool(), Spool()
-        if options.stream_stderr:
-            supervisor.outlets[1].stream, err.dropping = err, supervisor.outlets[1].failure is not None
-        supervisor.note(f"attempt {attempt} of {policy.max_attempts} begins")
+    def run(self) -> int:
+        """All of it, then the output: of the success, or the history of the failures. The exit code."""
         try:
-            result, failure = supervisor.attempt(command, environment, stdin, out, err, min(timeout_s, remaining_s))
+            code, output = self.attempts()
+        except OSError as error:
+            code, output = ERROR, None
+            self.history.append(event("wrapper_error", kind=type(error).__name__))
+        self.supervisor.serve(monotonic())  # a stop signal may have come just now
+        if output and self.supervisor.stop != signal.SIGINT:
+            return self.deliver(output)
+        if self.supervisor.stop:
+            code = 128 + self.supervisor.stop
+            self.history.append(event("interrupted", kind=STOP_SIGNALS[self.supervisor.stop]))
+        if self.history is not self.told:
+            self.told += self.history
+        self.told.append(b"")
+        self.supervisor.flush()
+        return code
+
+    def attempts(self) -> tuple[int, tuple[Spool, Spool] | None]:
+        """The exit code, and a success's output."""
+        stdin = os.devnull if self.options.stdin == "null" else ""
+        if self.options.stdin == "replay":
+            stdin = f"/proc/self/fd/{self.supervisor.read_input().file}"
+        self.began, code, delay_ms = monotonic(), SUCCESS, 0
+        for attempt in range(1, self.policy.max_attempts + 1):
+            if not self.supervisor.wait(delay_ms) or (attempt > 1 and self.remaining_s() <= 0):
+                break  # told to stop, or stopped for longer than the wait
+            output = Spool(), Spool()
+            code, next_ms = self.attempt(attempt, stdin, *output)
+            if not self.supervisor.failed:
+                return code, output
+            if next_ms is None:
+                break
+            delay_ms = next_ms
+        return code, None
+
+    def remaining_s(self) -> float:
+        """What is left of the budget."""
+        budget_ms = self.policy.max_elapsed_ms
+        return FOREVER if budget_ms is None else self.began + budget_ms / 1000 - monotonic()
+
+    def attempt(self, attempt: int, stdin: str, out: Spool, err: Spool) -> tuple[int, int | None]:
+        """One attempt. The exit code that comes of it, and the wait before the next, if there is to be one."""
+        where = {"attempt": attempt, "max_attempts": self.policy.max_attempts}
+        limit_s = self.remaining_s()
+        self.environment[b"RETRY_WRAPPER_ATTEMPT"] = b"%d" % attempt
+        if limit_s < FOREVER:
+            self.environment[b"RETRY_WRAPPER_REMAINING_MS"] = b"%d" % max(0, limit_s * 1000)
+        if self.options.attempt_timeout_ms is not None:
+            limit_s = min(limit_s, self.options.attempt_timeout_ms / 1000)
+        os.ftruncate(self.hint, 0)
+        self.note(attempt, "begins")
+        try:
+            result, failure = self.supervisor.attempt(self.command, self.environment, stdin, out, err, limit_s)
         except NotStarted as error:
-            history.append(event("launch_error", **where, kind=error.kind, retrying=False))
+            self.history.append(event("launch_error", **where, kind=error.kind, retrying=False))
             return error.code, None
-        if options.stream_stderr:
-            history.append(err)
-        if not supervisor.failed:
-            supervisor.note(f"attempt {attempt} of {policy.max_attempts} succeeded")
-            return SUCCESS, output
+        if self.options.stream_stderr:
+            self.history.append(err)
+        if not self.supervisor.failed:
+            self.note(attempt, "succeeded")
+            return SUCCESS, None
         os.close(out.file)
         code = ERROR if failure else exit_code(result)
-        final = code == ERROR or supervisor.stop or supervisor.had_terminal or not policy.retries(result)
-        elapsed_ms = 1000 * (monotonic() - began)
-        next_ms = None if final else policy.delay_ms(attempt, elapsed_ms, hint_ms(os.pread(hint, 1000, 0)))
-        first, *others = attempt_events(where, supervisor.cut, result, failure, next_ms)
-        history += [first, *others] if options.stream_stderr else [first, err, *others]
-        how = {TIMED_OUT: "out of time", ERROR: "too much output"}.get(supervisor.cut) or (
-            f"exit code {result}" if result >= 0 else f"death by signal {-result}"
-        )
-        then = "no other attempt" if next_ms is None else f"the next one in {next_ms} ms"
-        supervisor.note(f"attempt {attempt} of {policy.max_attempts}: {how}; {then}")
-        if next_ms is None:
-            break
-        delay_ms = next_ms
-    return code, None
+        next_ms = self.next_ms(attempt, result) if code != ERROR else None
+        first, *others = attempt_events(where, self.supervisor.cut, result, failure, next_ms)
+        self.history += [first, *others] if self.options.stream_stderr else [first, err, *others]
+        how = {TIMED_OUT: "out of time", ERROR: "too much output"}.get(self.supervisor.cut, f"exit code {code}")
+        self.note(attempt, f"{how}; {'no other attempt' if next_ms is None else f'the next one in {next_ms} ms'}")
+        return code, next_ms
 
+    def next_ms(self, attempt: int, result: int) -> int | None:
+        """The wait after an attempt that failed so, if another one is to follow."""
+        if self.supervisor.stop or self.supervisor.had_terminal or not self.policy.retries(result):
+            return None
+        return self.policy.delay_ms(attempt, 1000 * (monotonic() - self.began), hint_ms(os.pread(self.hint, 1000, 0)))
 
-def attempt_events(
-    where: dict[str, int], cut: int, result: int, failure: OSError | None, next_ms: int | None
-) -> list[bytes | Spool]:
-    """What is told of an attempt that did not succeed."""
-    again: dict[str, int] = {"retrying": False} if next_ms is None else {"retrying": True, "next_delay_ms": next_ms}
-    timed_out = {"timed_out": True} if cut == TIMED_OUT else {}
-    events: list[bytes | Spool] = []
-    if cut == ERROR:
-        events.append(event("output_limit", **where, **again))
-    elif result or not failure:
-        events.append(event("attempt_failed", **where, returncode=result, **timed_out, **again))
-    if failure:
-        events.append(event("wrapper_error", kind=type(failure).__name__))
-    return events
+    def note(self, attempt: int, text: str) -> None:
+        self.supervisor.note(f"attempt {attempt} of {self.policy.max_attempts}: {text}")
 
-
-def deliver(output: tuple[Spool, Spool], supervisor: Supervisor) -> int:
-    """Give our caller a success's stdout, then its stderr. The exit code: undelivered, it was none."""
-    for outlet, spool in zip(supervisor.outlets, output, strict=True):
-        outlet.queue.append(spool)
-        supervisor.flush()
-        failure = None if spool.whole and spool.sent == spool.size else outlet.failure
-        try:
-            os.close(os.dup(outlet.fd))  # a network file system may tell of its failure only at a close
-        except OSError as error:
-            failure = failure or error
-        if isinstance(failure, ConnectionError):
-            return BROKEN_PIPE
-        if failure:
-            supervisor.outlets[1].queue += [event("wrapper_error", kind=type(failure).__name__), output[1]]
-            supervisor.flush()
-            return ERROR
-    return SUCCESS
+    def deliver(self, output: tuple[Spool, Spool]) -> int:
+        """Give our caller a success's stdout, then its stderr. The exit code: undelivered, it was none."""
+        for outlet, spool in zip(self.supervisor.outlets, output, strict=True):
+            outlet.queue.append(spool)
+            self.supervisor.flush()
+            failure = None if spool.whole and spool.sent == spool.size else outlet.failure
+            try:
+                os.close(os.dup(outlet.fd))  # a network file system may tell of its failure only at a close
+            except OSError as error:
+                failure = failure or error
+            if isinstance(failure, ConnectionError):
+                return BROKEN_PIPE
+            if failure:
+                self.told += [event("wrapper_error", kind=type(failure).__name__), output[1]]
+                self.supervisor.flush()
+                return ERROR
+        return SUCCESS
 
 
 # ---- command line
@@ -1027,7 +1038,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.plan:
             write_all(1, plan(policy, options.attempt_timeout_ms, options.kill_after_ms).encode())
             return SUCCESS
-        return run(options, policy, command, Supervisor(options, watched))
+        return Run(options, policy, command, Supervisor(options, watched)).run()
     except Ending as ending:
         last = ending
     except BrokenPipeError:

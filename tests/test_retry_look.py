@@ -63,18 +63,18 @@ def test_each_thing_as_it_happens(fifo: Fifo) -> None:
     assert process.stderr and fifo.line() == "ready"
     lines = [process.stderr.readline() for _ in range(3)]
     assert notes(b"".join(lines)) == [
-        "attempt 1 of 3 begins",
+        "attempt 1 of 3: begins",
         "attempt 1 of 3: exit code 75; the next one in 0 ms",
-        "attempt 2 of 3 begins",
+        "attempt 2 of 3: begins",
     ]
     process.send_signal(signal.SIGUSR1)
-    assert notes(ended(process, 0).stderr) == ["attempt 2 of 3 succeeded"]
+    assert notes(ended(process, 0).stderr) == ["attempt 2 of 3: succeeded"]
     os.close(between)
 
 
 TOLD = (  # options, the job, exit code, the last notes
     ((), "exit 65", 65, ["attempt 1 of 3: exit code 65; no other attempt"]),
-    ((), "kill -KILL $$", 137, ["attempt 1 of 3: death by signal 9; no other attempt"]),
+    ((), "kill -KILL $$", 137, ["attempt 1 of 3: exit code 137; no other attempt"]),
     (
         ("--attempt-timeout-ms", "50", "--kill-after-ms", "50"),
         "trap '' TERM; sleep 60",
