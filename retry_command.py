@@ -636,14 +636,15 @@ class Supervisor:
             raise
         self.deadline = FOREVER
         self.settle()
-        result, failure = self.cut or returncode(self.end), None
-        self.failed = bool(result or out.failure or err.failure or self.stop == signal.SIGINT)
+        failure: OSError | None = None
+        self.failed = bool(self.cut or returncode(self.end) or out.failure or err.failure or self.stop == signal.SIGINT)
         if self.failed:
             try:
                 self.clear_group()
             except OSError as error:
                 failure = error
             self.settle()
+        result = self.cut or returncode(self.end)
         for reader, _ in pipes:
             self.forget(reader)
             os.close(reader)
