@@ -57,7 +57,7 @@ def notes(stderr: bytes) -> list[str]:
 
 
 def test_each_thing_as_it_happens(fifo: Fifo) -> None:
-    words = ("only:2", "say:ready", "on:USR1=0", "wait")
+    words = ("only:2", "on:USR1=0", "say:ready", "wait")
     between = os.open(fifo.path, os.O_WRONLY)  # no end of file between the attempts
     process = started(*RETRY_75, "--verbose", "--", *PROBE, fifo.path, *words)
     assert process.stderr and fifo.line() == "ready"

@@ -25,7 +25,7 @@ def read_until(fd: int, text: bytes) -> bytes:
 
 
 def test_it_appears_as_it_is_written(fifo: Fifo) -> None:
-    words = ("err:begun ", "say:ready", "on:USR1=75", "wait")
+    words = ("err:begun ", "on:USR1=75", "say:ready", "wait")
     process = started(*STREAMED, "--max-attempts", "1", "--", *PROBE, fifo.path, *words)
     assert process.stderr
     assert fifo.line() == "ready" and os.read(process.stderr.fileno(), 100) == b"begun "
@@ -178,7 +178,7 @@ def test_no_wait_is_a_busy_one(fifo: Fifo) -> None:
 
 
 def test_it_is_off_by_default(fifo: Fifo) -> None:
-    process = started(RETRY, "--retry-code", "75", "--", *PROBE, fifo.path, "err:a", "say:ready", "on:USR1=0", "wait")
+    process = started(RETRY, "--retry-code", "75", "--", *PROBE, fifo.path, "err:a", "on:USR1=0", "say:ready", "wait")
     assert process.stderr and fifo.line() == "ready"
     os.set_blocking(process.stderr.fileno(), False)
     assert process.stderr.read() is None
