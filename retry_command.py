@@ -37,8 +37,8 @@ try:
     import os
     import select
     import stat
-    from fcntl import F_GETPIPE_SZ, F_SETPIPE_SZ, fcntl
-    from time import monotonic
+    from fcntl import F_GETPIPE_SZ, F_OFD_SETLK, F_SETPIPE_SZ, F_UNLCK, F_WRLCK, fcntl
+    from time import CLOCK_BOOTTIME, clock_gettime, gmtime, monotonic, sleep, strftime, time
 except KeyboardInterrupt:
     if __name__ != "__main__":
         raise
@@ -51,14 +51,19 @@ except Exception as error:  # out of memory or descriptors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import NoReturn
+    from collections.abc import Awaitable, Callable, Iterable
+    from typing import NoReturn, ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
 
 VERSION = "0.1.0"
 
 EXIT_CODES = (  # code, name, when
     (0, "success", "the job succeeded"),
     (2, "usage", "bad arguments; nothing was started"),
+    (69, "breaker_open", "the circuit breaker is open (--breaker); nothing was started"),
+    (75, "in_progress", "another live run works on the idempotency key; nothing was started"),
     (124, "timed_out", "the last attempt ran out of time: --attempt-timeout-ms, --max-elapsed-ms"),
     (125, "error", "the job could not be started, wrote too much, or the wrapper failed: an OS error, undelivered output"),
     (126, "denied", "the program is not executable, a directory or the empty string"),
@@ -67,8 +72,28 @@ EXIT_CODES = (  # code, name, when
     (141, "broken_pipe", "the reader of our output went away; nothing is said"),
     ("other", "job", "the job's own exit code, 128+n when signal n killed it, or 128+n after a stop signal n to us"),
 )
-SUCCESS, USAGE, TIMED_OUT, ERROR, DENIED, NOT_FOUND, INTERRUPTED, BROKEN_PIPE = (
+SUCCESS, USAGE, BREAKER_OPEN, IN_PROGRESS, TIMED_OUT, ERROR, DENIED, NOT_FOUND, INTERRUPTED, BROKEN_PIPE = (
     int(code) for code, name, _ in EXIT_CODES if name != "job"
+)
+
+APPLICATION_ID = 0x52455452  # RETR
+SCHEMA = (
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    "CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, state TEXT NOT NULL, changed_at_utc TEXT,"
+    " exit_code INTEGER, stdout_bytes INTEGER, stored INTEGER)",
+    "CREATE TABLE chunks (run INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (run, number))",
+)
+SQLITE = b"SQLite format 3\0"
+STORED_BYTES = 16 << 20
+METRICS = (  # name, type, help
+    ("retry_command_runs_total", "counter", "Runs that ended, by result: success, failure, refused."),
+    ("retry_command_attempts_total", "counter", "Attempts that were started."),
+    ("retry_command_retries_total", "counter", "Attempts that were not the first of their run."),
+    ("retry_command_last_success_timestamp_seconds", "gauge", "When a run last succeeded."),
+    ("retry_command_last_run_timestamp_seconds", "gauge", "When a run last ended."),
+    ("retry_command_last_run_duration_seconds", "gauge", "How long the last run took."),
+    ("retry_command_last_exit_code", "gauge", "The exit code of the last run."),
+    ("retry_command_breaker_open", "gauge", "1 while the circuit breaker was not closed at the end of the last run, else 0."),
 )
 
 WEEK_MS = 604_800_000
@@ -80,6 +105,8 @@ NUMBERS = (  # option, lowest, highest, default, help
     ("--max-elapsed-ms", 1, WEEK_MS, None, "a budget for all attempts and waits together"),
     ("--attempt-timeout-ms", 1, WEEK_MS, None, "stop an attempt then; it counts as exit code 124"),
     ("--kill-after-ms", 0, WEEK_MS, 5000, "the grace from a stop signal or a time-out to SIGKILL"),
+    ("--breaker-failures", 1, 1000, 5, "so many listed failures in a row open it"),
+    ("--breaker-reset-ms", 0, WEEK_MS, 30_000, "so long after that one probe may go"),
     ("--max-output-bytes", 0, 2**63 - 1, None, "stop an attempt that writes more, stdout and stderr together; exit 125"),
 )
 CHOICES = (  # option, values, help; the first value is the default
@@ -90,7 +117,21 @@ CHOICES = (  # option, values, help; the first value is the default
         "what the job reads: nothing, our stdin from its start each time, or our stdin itself",
     ),
 )
+TEXTS = (  # option, metavar, help
+    ("--event-log", "FILE", "append every event of every run, successes too, as JSON lines"),
+    ("--metrics-file", "FILE", "keep counters in the Prometheus text format"),
+    ("--task", "NAME", "the metrics' label (default: the command's name)"),
+    ("--idempotency-key", "KEY", "the job sees it, the same in all attempts; auto makes one for this run"),
+    ("--idempotency-store", "FILE", "a key that succeeded is not run again: its stdout is returned"),
+    ("--breaker", "FILE", "a circuit breaker shared by all runs that name the file"),
+)
+REFUSALS = {  # what the store says of a key, the event, the exit code
+    "running": ("in_progress", IN_PROGRESS),
+    "unknown": ("outcome_unknown", ERROR),
+    "not_stored": ("output_not_stored", ERROR),
+}
 FLAGS = (  # option, help
+    ("--rerun-unknown", "run a key again of which nobody knows whether its last run did its work"),
     ("--stream-stderr", "show the job's stderr and our events as they happen"),
     ("--verbose", "tell people on stderr what happens"),
     ("--plan", "print the schedule of attempts and waits, and run nothing"),
@@ -110,6 +151,7 @@ STOP_SIGNALS: dict[int, str] = {
 }
 TERMINAL_STOPS: set[int] = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 STOPS_AGAIN_AFTER_S = 1.0  # a supervisor that signals a whole tree makes one stop arrive more than once
+LOCK_TAKES_S = 10.0  # many runs at once; in vain where one is stopped in the moment that it holds it
 DEATH_TAKES_S = 10.0  # from SIGKILL to the end of a process with much memory; in vain for one that hangs in the kernel
 CHUNK = 1 << 20
 FOREVER = float("inf")
@@ -185,6 +227,44 @@ class RetryPolicy:
         return None if late or attempt >= self.max_attempts else delay_ms
 
 
+class CircuitBreaker:
+    """Closed; open after `failures` failures in a row; half-open `reset_ms` later, when one probe may go and its result closes
+    or opens it again (M. Nygard, "Release It!"). `clock` gives ms, by default of the monotonic clock."""
+
+    def __init__(self, failures: int = 5, reset_ms: float = 30_000, clock: "Callable[[], float] | None" = None):
+        self.most, self.reset_ms = failures, reset_ms
+        self.clock = clock or (lambda: 1000 * monotonic())
+        self.failures, self.probing = 0, False
+        self.opened_at_ms: float | None = None
+
+    def state(self) -> str:
+        if self.opened_at_ms is None:
+            return "closed"
+        return "open" if self.retry_after_ms() else "half-open"
+
+    def retry_after_ms(self) -> int:
+        """How long it stays open."""
+        if self.opened_at_ms is None:
+            return 0
+        return max(0, -int((self.clock() - self.opened_at_ms - self.reset_ms) // 1))
+
+    def allow(self) -> bool:
+        """Whether a call may go. Half-open, one may, until its result is recorded."""
+        if self.state() == "half-open" and not self.probing:
+            self.probing = True
+            return True
+        return self.state() == "closed"
+
+    def record_success(self) -> None:
+        self.failures, self.opened_at_ms, self.probing = 0, None, False
+
+    def record_failure(self) -> None:
+        self.failures += 1
+        if self.probing or (self.opened_at_ms is None and self.failures >= self.most):
+            self.opened_at_ms = self.clock()
+        self.probing = False
+
+
 def plan(policy: RetryPolicy, timeout_ms: int | None, grace_ms: int) -> str:
     """The schedule of attempts and waits, for people; an attempt's time-out may be followed by its grace."""
 
@@ -245,16 +325,16 @@ def event(name: str, **fields: str | int) -> bytes:
     return json_line(source="retry_wrapper", event=name, **fields)
 
 
-def attempt_events(where: dict[str, int], cut: int, result: int, failure: OSError | None, next_ms: int | None) -> list[bytes]:
-    """What is told of an attempt that did not succeed."""
-    again: dict[str, int] = {"retrying": False} if next_ms is None else {"retrying": True, "next_delay_ms": next_ms}
+def attempt_events(cut: int, result: int, failure: OSError | None, next_ms: int | None) -> list[tuple[str, dict[str, int | str]]]:
+    """What is told of an attempt that did not succeed: names and fields of events."""
+    again: dict[str, int | str] = {"retrying": False} if next_ms is None else {"retrying": True, "next_delay_ms": next_ms}
     timed_out = {"timed_out": True} if cut == TIMED_OUT else {}
-    events: list[bytes] = []
+    events: list[tuple[str, dict[str, int | str]]] = []
     if cut == ERROR:
-        events.append(event("output_limit", **where, **again))
+        events.append(("output_limit", again))
     elif result or not failure:
-        events.append(event("attempt_failed", **where, returncode=result, **timed_out, **again))
-    return [*events, event("wrapper_error", kind=type(failure).__name__)] if failure else events
+        events.append(("attempt_failed", {"returncode": result, **timed_out, **again}))
+    return [*events, ("wrapper_error", {"kind": type(failure).__name__})] if failure else events
 
 
 # ---- process layer
@@ -466,6 +546,7 @@ class Spool:
     def __init__(self) -> None:
         self.file = temporary_file()
         self.size = self.sent = 0  # bytes in the file, and how many of them have been sent
+        self.taken = 0  # bytes in all
         self.dropping = False  # keep no more
         self.whole = True  # nothing was dropped
         self.failure: OSError | None = None  # of the file
@@ -485,12 +566,14 @@ class Spool:
             try:
                 moved = os.splice(source, self.file, CHUNK, flags=os.SPLICE_F_NONBLOCK)
                 self.size += moved
+                self.taken += moved
                 return moved
             except BlockingIOError:
                 raise
             except OSError:
                 self.spliced = False  # whyever it was refused: a plain write tells of a full disk too
         data = os.read(source, CHUNK)
+        self.taken += len(data)
         if not self.dropping:
             try:
                 write_all(self.file, data)
@@ -826,6 +909,281 @@ def noted(_number: int, _frame: object) -> None:
     """The wake-up descriptor has it already."""
 
 
+# ---- records: files that outlive a run
+
+
+def own_file(path: str, flags: int) -> int:
+    """Open or create a file that outlives us; PermissionError unless it is a regular one of ours, by its only name."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "not a regular file of ours alone", path)
+    return fd
+
+
+def lock_byte(fd: int, number: int, kind: int = F_WRLCK) -> bool:
+    """An open-file-description lock (fcntl(2)) on one byte: who inherits the descriptor holds it too, and the end of its last
+    holder frees it, whatever that dies of. False: another has it."""
+    import struct
+
+    try:
+        fcntl(fd, F_OFD_SETLK, struct.pack("hhqqiq", kind, os.SEEK_SET, number, 1, 0, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def alone(fd: int, action: "Callable[[], T]") -> "T":
+    """Do it while no other run does. TimeoutError: another did for too long."""
+    give_up_at = monotonic() + LOCK_TAKES_S
+    while not lock_byte(fd, 0):
+        if monotonic() >= give_up_at:
+            raise TimeoutError(errno.ETIMEDOUT, "another run holds the lock")
+        sleep(0.005)
+    try:
+        return action()
+    finally:
+        lock_byte(fd, 0, F_UNLCK)
+
+
+def utc(seconds: float) -> str:
+    return strftime("%Y-%m-%dT%H:%M:%S", gmtime(seconds)) + f".{int(seconds % 1 * 1000):03}Z"
+
+
+class EventLog:
+    """JSON lines that many runs append to."""
+
+    def __init__(self, path: str):
+        self.fd = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+    def add(self, line: bytes) -> None:
+        alone(self.fd, lambda: self.append(line))
+
+    def append(self, line: bytes) -> None:
+        """By one write, which is taken back where the disk could not take it whole."""
+        size = os.fstat(self.fd).st_size
+        torn = size and os.pread(self.fd, 1, size - 1) != b"\n"  # by a loss of power
+        data = b"\n" + line if torn else line
+        if os.write(self.fd, data) != len(data):
+            os.ftruncate(self.fd, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class SharedFile:
+    """A small file that many runs read and replace, each under the lock of another file beside it, which stays."""
+
+    def __init__(self, path: str, mode: int):
+        self.path, self.mode = path, mode
+        self.lock = own_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
+
+    def read(self) -> bytes | None:
+        try:
+            fd = own_file(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read()
+
+    def update(self, change: "Callable[[bytes | None], bytes]") -> None:
+        alone(self.lock, lambda: self.replace(change(self.read())))
+
+    def replace(self, data: bytes) -> None:
+        """By rename(2): who reads it sees all of the old or of the new. A run that is killed leaves a .new for the next."""
+        with open(own_file(f"{self.path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), self.mode)
+            os.fsync(file.fileno())
+        os.rename(f"{self.path}.new", self.path)
+
+
+class BreakerFile:
+    """The circuit breaker of all runs that name the file. Its clock is that of the boot, which nobody sets."""
+
+    def __init__(self, path: str, failures: int, reset_ms: int):
+        self.file, self.failures, self.reset_ms = SharedFile(path, 0o600), failures, reset_ms
+        self.probe = own_file(f"{path}.lock", os.O_RDWR)  # apart from the other lock, as the job inherits it
+        self.probing = self.damaged = False
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            self.boot_id = file.read().strip()
+        self.load(self.file.read())
+
+    def load(self, data: bytes | None) -> CircuitBreaker:
+        import json
+
+        breaker = CircuitBreaker(self.failures, self.reset_ms, lambda: 1000 * clock_gettime(CLOCK_BOOTTIME))
+        try:
+            state = json.loads('{"failures": 0, "opened_at_ms": null}' if data is None else data)
+            breaker.failures, opened_at_ms = int(state["failures"]), state["opened_at_ms"]
+            if opened_at_ms is not None and state["boot_id"] == self.boot_id:
+                breaker.opened_at_ms = min(int(opened_at_ms), breaker.clock())
+            elif opened_at_ms is not None:
+                breaker.opened_at_ms = breaker.clock() - self.reset_ms  # before the boot, for who knows how long
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            self.damaged = True  # a loss of power must not stop every job: closed
+        return breaker
+
+    def change(self, act: "Callable[[CircuitBreaker], object]") -> CircuitBreaker:
+        breakers = []
+
+        def changed(data: bytes | None) -> bytes:
+            breakers.append(breaker := self.load(data))
+            act(breaker)
+            opened_at_ms = "null" if breaker.opened_at_ms is None else int(breaker.opened_at_ms)
+            return f'{{"failures":{breaker.failures},"opened_at_ms":{opened_at_ms},"boot_id":"{self.boot_id}"}}\n'.encode()
+
+        self.file.update(changed)
+        return breakers[0]
+
+    def allow(self) -> tuple[bool, int]:
+        """Whether an attempt may go, and else after how many ms. Half-open, it has the probe right, as its job has."""
+
+        def ask(breaker: CircuitBreaker) -> None:
+            self.probing = breaker.state() == "half-open" and lock_byte(self.probe, 1)
+            breaker.probing = not self.probing
+            self.allowed = breaker.allow()
+
+        breaker = self.change(ask)
+        os.set_inheritable(self.probe, self.probing)
+        return self.allowed, breaker.retry_after_ms()
+
+    def record(self, success: bool | None) -> bool:
+        """None: of no meaning for the breaker. Whether attempts may go on."""
+
+        def act(breaker: CircuitBreaker) -> None:
+            breaker.probing = self.probing
+            if success is not None:
+                breaker.record_success() if success else breaker.record_failure()
+
+        breaker = self.change(act)
+        self.probing = False
+        os.set_inheritable(self.probe, False)
+        lock_byte(self.probe, 1, F_UNLCK)
+        return breaker.state() == "closed"
+
+
+class Metrics:
+    """Counters and gauges of a task, in a file that node_exporter's textfile collector reads (Prometheus text format)."""
+
+    def __init__(self, path: str, task: str):
+        escaped = task.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self.label = f'task="{os.fsencode(escaped).decode("utf-8", "replace")}"'
+        self.file = SharedFile(path, 0o644)
+        self.load(self.file.read())
+
+    def load(self, data: bytes | None) -> dict[str, float]:
+        """The samples; ValueError if the file has others than ours."""
+        lines = [line for line in (data or b"").decode().splitlines() if not line.startswith("# ")]
+        samples = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+        if not {name.partition("{")[0] for name in samples} <= {name for name, *_ in METRICS}:
+            raise ValueError("not a metrics file of ours")
+        return samples
+
+    def update(self, values: dict[str, float]) -> None:
+        """Add to the counters, set the gauges: {'name' or 'name,label="value"': value}."""
+
+        def change(data: bytes | None) -> bytes:
+            samples = self.load(data)
+            for name, value in values.items():
+                metric, _, labels = name.partition(",")
+                sample = f"{metric}{{{self.label}{labels and ',' + labels}}}"
+                samples[sample] = value + (samples.get(sample, 0) if metric.endswith("_total") else 0)
+            lines: list[str] = []
+            for metric, kind, about in METRICS:
+                lines += [f"# HELP {metric} {about}", f"# TYPE {metric} {kind}"]
+                lines += [f"{name} {value:.15g}" for name, value in sorted(samples.items()) if name.startswith(metric + "{")]
+            return "".join(line + "\n" for line in lines).encode()
+
+        self.file.update(change)
+
+
+class IdempotencyStore:
+    """What came of the runs of each key, in SQLite. Its journal is the rollback one: nothing but the one file stays behind.
+
+    A run that lives, or whose job does, holds the byte with its row's number of the lock file beside it.
+    """
+
+    def __init__(self, path: str, key: str):
+        import sqlite3
+
+        if os.stat(os.path.dirname(os.path.abspath(path))).st_mode & 0o002:
+            raise PermissionError(errno.EPERM, "others can write to its folder", path)  # and plant a journal
+        fd = own_file(path, os.O_RDWR | os.O_CREAT)  # SQLite would follow a symlink, and create it for all to read
+        begin = os.pread(fd, len(SQLITE), 0)
+        os.close(fd)  # before SQLite has it: a later close would free its locks (POSIX)
+        if begin not in (b"", SQLITE):
+            raise ValueError("no SQLite database")  # a short one would be overwritten
+        self.key, self.row, self.run = key, 0, ""
+        self.lock = own_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
+        self.busy = sqlite3.OperationalError
+        self.db = sqlite3.connect(os.path.abspath(path), timeout=0.1, isolation_level=None)
+
+    def alone(self, action: "Callable[[], T]") -> "T":
+        """Do it in a transaction that excludes all others."""
+        self.db.execute("PRAGMA synchronous=EXTRA")
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            result = action()
+            self.db.execute("COMMIT")
+            return result
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+
+    def claim(self, rerun_unknown: bool) -> str:
+        """Take the key: "claimed", or why it may not run: succeeded, not_stored, running, unknown."""
+        if self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            for statement in SCHEMA:
+                self.db.execute(statement)
+        elif self.db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+            raise ValueError("a database of another application")
+        find = "SELECT id, state, stored FROM runs WHERE key = ?"
+        if not self.db.execute(find, (self.key,)).fetchone():
+            self.db.execute("INSERT INTO runs (key, state) VALUES (?, 'new')", (self.key,))
+        self.row, state, stored = self.db.execute(find, (self.key,)).fetchone()
+        if state == "succeeded":
+            return state if stored else "not_stored"
+        if not lock_byte(self.lock, self.row):
+            return "running"
+        if state in ("running", "unknown") and not rerun_unknown:
+            self.set_state("unknown")
+            lock_byte(self.lock, self.row, F_UNLCK)
+            return "unknown"
+        self.set_state("running")
+        os.set_inheritable(self.lock, True)
+        return "claimed"
+
+    def set_state(self, state: str, code: int | None = None, stdout: "Spool | None" = None) -> None:
+        size, stored = (stdout.size, stdout.size <= STORED_BYTES) if stdout else (None, False)
+        values = state, utc(time()), code, size, stored, self.row
+        self.db.execute(
+            "UPDATE runs SET state = ?, changed_at_utc = ?, exit_code = ?, stdout_bytes = ?, stored = ? WHERE id = ?", values
+        )
+        self.db.execute("DELETE FROM chunks WHERE run = ?", (self.row,))
+        for number, offset in enumerate(range(0, stdout.size, CHUNK) if stdout and stored else ()):
+            data = os.pread(stdout.file, min(CHUNK, stdout.size - offset), offset) if stdout else b""
+            self.db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (self.row, number, data))
+
+    def output(self) -> "Spool":
+        """The stdout of the run that succeeded."""
+        spool = Spool()
+        for (data,) in self.db.execute("SELECT data FROM chunks WHERE run = ? ORDER BY number", (self.row,)):
+            write_all(spool.file, data)
+            spool.size += len(data)
+        return spool
+
+
+def opened(store: "Callable[..., T]", path: str | None, *more: object) -> "T | None":
+    """Nothing without a path. Ending: it is of no use, which is found before the job starts."""
+    if path is None:
+        return None
+    try:
+        return store(path, *more)
+    except Exception as error:
+        raise Ending(ERROR, event("wrapper_error", kind=type(error).__name__, file=path)) from error
+
+
 # ---- the run
 
 
@@ -837,41 +1195,155 @@ class Run:
         self.told = supervisor.outlets[1].queue
         self.history = self.told if options.stream_stderr else []  # of failures, for the end
         self.hint = os.memfd_create("retry_after")
-        self.began = FOREVER
+        self.id, self.key, self.state = os.urandom(16).hex(), options.idempotency_key, "new"
+        self.began, self.attempts_made = monotonic(), 0
+        self.claimed = self.refused = self.breaker_open = False
+        self.measures: dict[str, object] = {}  # what the log gets with the next event
+        self.silenced: set[str] = set()  # files whose failure was told
         self.environment = {
             **given_environment(),
             b"RETRY_WRAPPER_MAX_ATTEMPTS": b"%d" % policy.max_attempts,
             b"RETRY_WRAPPER_RETRY_AFTER_FILE": b"/proc/%d/fd/%d" % (os.getpid(), self.hint),
         }
+        if self.key == "auto":
+            from uuid import uuid4
+
+            self.key = str(uuid4())
+        if self.key is not None:
+            self.environment[b"RETRY_WRAPPER_IDEMPOTENCY_KEY"] = os.fsencode(self.key)
+        task = os.path.basename(command[0]) if options.task is None else options.task
+        self.log = opened(EventLog, options.event_log)
+        self.metrics = opened(Metrics, options.metrics_file, task)
+        self.breaker = opened(BreakerFile, options.breaker, options.breaker_failures, options.breaker_reset_ms)
+        self.store = opened(IdempotencyStore, options.idempotency_store, self.key)
 
     def run(self) -> int:
         """All of it, then the output: of the success, or the history of the failures. The exit code."""
+        code = ERROR
         try:
-            code, output = self.attempts()
-        except OSError as error:
+            code = self.outcome()
+            return code
+        except Ending as ending:
+            code = ending.code
+            raise
+        finally:
+            self.ended(code)
+
+    def outcome(self) -> int:
+        output = None
+        try:
+            code, output = self.admitted() or self.attempts()
+        except Exception as error:
+            code = ERROR
+            self.tell("wrapper_error", kind=type(error).__name__)
+        try:
+            self.settle_key(code, output[0] if output else None)
+        except Exception as error:  # the next run of the key finds it unknown
             code, output = ERROR, None
-            self.history.append(event("wrapper_error", kind=type(error).__name__))
+            self.tell("wrapper_error", kind=type(error).__name__)
         self.supervisor.serve(monotonic())  # a stop signal may have come just now
         if output and self.supervisor.stop != signal.SIGINT:
             return self.deliver(output)
         if self.supervisor.stop:
             code = 128 + self.supervisor.stop
-            self.history.append(event("interrupted", kind=STOP_SIGNALS[self.supervisor.stop]))
+            self.tell("interrupted", kind=STOP_SIGNALS[self.supervisor.stop])
         if self.history is not self.told:
             self.told += self.history
         self.told.append(b"")
         self.supervisor.flush()
         return code
 
+    def ended(self, code: int) -> None:
+        """For the records. They never change what comes of the run."""
+        result = "refused" if self.refused else "failure" if code else "success"
+        values = {
+            f'retry_command_runs_total,result="{name}"': float(name == result) for name in ("success", "failure", "refused")
+        }
+        values["retry_command_attempts_total"] = self.attempts_made
+        values["retry_command_retries_total"] = max(0, self.attempts_made - 1)
+        values["retry_command_last_run_timestamp_seconds"] = round(time(), 3)
+        values["retry_command_last_run_duration_seconds"] = round(monotonic() - self.began, 3)
+        values["retry_command_last_exit_code"] = code
+        values["retry_command_breaker_open"] = self.breaker_open
+        if result == "success":
+            values["retry_command_last_success_timestamp_seconds"] = round(time(), 3)
+        if self.metrics:
+            metrics = self.metrics
+            self.keep(self.options.metrics_file, lambda: metrics.update(values))
+        duration_ms = round(1000 * (monotonic() - self.began))
+        self.note_in_log("run_ended", exit_code=code, attempts=self.attempts_made, duration_ms=duration_ms)
+        try:
+            self.supervisor.flush()
+        except Ending:
+            pass
+
+    def keep(self, path: str, action: "Callable[[], object]") -> None:
+        """Write a record. A failure is told once and changes nothing."""
+        try:
+            action()
+        except Exception as error:
+            if path not in self.silenced:
+                self.told.append(event("wrapper_error", kind=type(error).__name__, file=path))
+            self.silenced.add(path)
+
+    def note_in_log(self, name: str, **fields: object) -> None:
+        if self.log:
+            key = {} if self.key is None else {"key": self.key}
+            line = json_line(time=utc(time()), run=self.id, **key, event=name, **fields)
+            log = self.log
+            self.keep(self.options.event_log, lambda: log.add(line))
+
+    def tell(self, name: str, **fields: str | int) -> None:
+        self.history.append(event(name, **fields))
+        self.note_in_log(name, **fields, **self.measures)
+        self.measures = {}
+
+    def in_store(self, action: "Callable[[], T]") -> "T":
+        """In a transaction, as soon as no other run is in one."""
+        assert self.store
+        give_up_at = monotonic() + LOCK_TAKES_S
+        while True:
+            try:
+                return self.store.alone(action)
+            except self.store.busy as error:
+                if "locked" not in str(error) or monotonic() >= give_up_at or (self.supervisor.stop and not self.claimed):
+                    raise
+            self.supervisor.serve(monotonic() + 0.02)
+
+    def admitted(self) -> tuple[int, tuple[Spool, Spool] | None] | None:
+        """None: attempts may be made. Else what the store has for the key."""
+        if not self.store:
+            return None
+        store = self.store
+        answer = self.in_store(lambda: store.claim(self.options.rerun_unknown))
+        self.claimed = answer == "claimed"
+        if self.claimed:
+            return None
+        self.refused = answer != "succeeded"
+        self.supervisor.note(f"the key's earlier run: {answer}; nothing is started")
+        if not self.refused:
+            self.note_in_log("returned_from_store")
+            return SUCCESS, (store.output(), Spool())
+        name, code = REFUSALS[answer]
+        self.tell(name)
+        return code, None
+
+    def settle_key(self, code: int, stdout: Spool | None) -> None:
+        if self.claimed and self.store:
+            store = self.store
+            self.in_store(lambda: store.set_state(self.state, code, stdout))
+
     def attempts(self) -> tuple[int, tuple[Spool, Spool] | None]:
         """The exit code, and a success's output."""
         stdin = os.devnull if self.options.stdin == "null" else ""
         if self.options.stdin == "replay":
             stdin = f"/proc/self/fd/{self.supervisor.read_input().file}"
-        self.began, code, delay_ms = monotonic(), SUCCESS, 0
+        self.budget_from, code, delay_ms = monotonic(), SUCCESS, 0
         for attempt in range(1, self.policy.max_attempts + 1):
             if not self.supervisor.wait(delay_ms) or (attempt > 1 and self.remaining_s() <= 0):
                 break  # told to stop, or stopped for longer than the wait
+            if not self.breaker_allows():
+                return BREAKER_OPEN if attempt == 1 else code, None
             output = Spool(), Spool()
             code, next_ms = self.attempt(attempt, stdin, *output)
             if not self.supervisor.failed:
@@ -881,14 +1353,29 @@ class Run:
             delay_ms = next_ms
         return code, None
 
+    def breaker_allows(self) -> bool:
+        if not self.breaker:
+            return True
+        allowed, after_ms = self.breaker.allow()
+        if self.breaker.damaged:
+            self.tell("breaker_damaged")
+            self.breaker.damaged = False
+        self.breaker_open = not allowed
+        if not allowed:
+            self.supervisor.note(f"the circuit breaker is open: a probe may go in {after_ms} ms")
+            if not self.attempts_made:
+                self.refused = True
+                self.tell("circuit_open", retry_after_ms=after_ms)
+        return allowed
+
     def remaining_s(self) -> float:
         """What is left of the budget."""
         budget_ms = self.policy.max_elapsed_ms
-        return FOREVER if budget_ms is None else self.began + budget_ms / 1000 - monotonic()
+        return FOREVER if budget_ms is None else self.budget_from + budget_ms / 1000 - monotonic()
 
     def attempt(self, attempt: int, stdin: str, out: Spool, err: Spool) -> tuple[int, int | None]:
         """One attempt. The exit code that comes of it, and the wait before the next, if there is to be one."""
-        where = {"attempt": attempt, "max_attempts": self.policy.max_attempts}
+        where: dict[str, int | str] = {"attempt": attempt, "max_attempts": self.policy.max_attempts}
         limit_s = self.remaining_s()
         self.environment[b"RETRY_WRAPPER_ATTEMPT"] = b"%d" % attempt
         if limit_s < FOREVER:
@@ -897,30 +1384,65 @@ class Run:
             limit_s = min(limit_s, self.options.attempt_timeout_ms / 1000)
         os.ftruncate(self.hint, 0)
         self.note(attempt, "begins")
+        started_at, began = utc(time()), monotonic()
+        before, self.state = self.state, "unknown"
         try:
             result, failure = self.supervisor.attempt(self.command, self.environment, stdin, out, err, limit_s)
         except NotStarted as error:
-            self.history.append(event("launch_error", **where, kind=error.kind, retrying=False))
+            self.state = before
+            self.record_in_breaker(None)
+            self.tell("launch_error", **where, kind=error.kind, retrying=False)
             return error.code, None
+        self.attempts_made, self.state = attempt, self.state_after(result, failure)
         if self.options.stream_stderr:
             self.history.append(err)
+        measures = {"started_at_utc": started_at, "duration_ms": round(1000 * (monotonic() - began))}
+        measures |= {"stdout_bytes": out.taken, "stderr_bytes": err.taken}
         if not self.supervisor.failed:
+            self.record_in_breaker(True)
             self.note(attempt, "succeeded")
+            self.note_in_log("attempt_succeeded", **where, returncode=0, **measures)
             return SUCCESS, None
         os.close(out.file)
         code = ERROR if failure else exit_code(result)
-        next_ms = self.next_ms(attempt, result) if code != ERROR else None
-        first, *others = attempt_events(where, self.supervisor.cut, result, failure, next_ms)
-        self.history += [first, *others] if self.options.stream_stderr else [first, err, *others]
+        worth = code != ERROR and not self.supervisor.stop and self.policy.retries(result)
+        goes_on = self.record_in_breaker(False if worth else None)
+        next_ms = self.next_ms(attempt) if worth and goes_on else None
+        (first, fields), *others = attempt_events(self.supervisor.cut, result, failure, next_ms)
+        self.measures = measures
+        self.tell(first, **(where if first != "wrapper_error" else {}), **fields)
+        if not self.options.stream_stderr:
+            self.history.append(err)
+        for name, fields in others:
+            self.tell(name, **fields)
         how = {TIMED_OUT: "out of time", ERROR: "too much output"}.get(self.supervisor.cut, f"exit code {code}")
         self.note(attempt, f"{how}; {'no other attempt' if next_ms is None else f'the next one in {next_ms} ms'}")
         return code, next_ms
 
-    def next_ms(self, attempt: int, result: int) -> int | None:
-        """The wait after an attempt that failed so, if another one is to follow."""
-        if self.supervisor.stop or self.supervisor.had_terminal or not self.policy.retries(result):
+    def state_after(self, result: int, failure: OSError | None) -> str:
+        """Of the key: what is known of a job's work. Of one that was cut off, nothing."""
+        if not self.supervisor.failed:
+            return "succeeded"
+        cut_off = self.supervisor.cut or self.supervisor.stop or failure
+        return "unknown" if cut_off or (result < 0 and not self.policy.retries(result)) else "failed"
+
+    def record_in_breaker(self, success: bool | None) -> bool:
+        """Whether attempts may go on."""
+        if self.breaker:
+            breaker = self.breaker
+
+            def record() -> None:
+                self.breaker_open = not breaker.record(success)
+
+            self.keep(self.options.breaker, record)
+        return not self.breaker_open
+
+    def next_ms(self, attempt: int) -> int | None:
+        """The wait before another attempt, if it is to follow."""
+        if self.supervisor.had_terminal:
             return None
-        return self.policy.delay_ms(attempt, 1000 * (monotonic() - self.began), hint_ms(os.pread(self.hint, 1000, 0)))
+        elapsed_ms = 1000 * (monotonic() - self.budget_from)
+        return self.policy.delay_ms(attempt, elapsed_ms, hint_ms(os.pread(self.hint, 1000, 0)))
 
     def note(self, attempt: int, text: str) -> None:
         self.supervisor.note(f"attempt {attempt} of {self.policy.max_attempts}: {text}")
@@ -942,6 +1464,77 @@ class Run:
                 self.supervisor.flush()
                 return ERROR
         return SUCCESS
+
+
+# ---- in-process use
+
+
+def pauses(
+    policy: RetryPolicy, retry_if: "Callable[[Exception], bool]", clock: "Callable[[], float]"
+) -> "Callable[[Exception], float]":
+    """For one call: after an error, how long to wait in s before the next attempt; raises the error if there is to be none."""
+    began, attempts = clock(), iter(range(1, policy.max_attempts + 1))
+
+    def pause_s(error: Exception) -> float:
+        delay_ms = policy.delay_ms(next(attempts), 1000 * (clock() - began)) if retry_if(error) else None
+        if delay_ms is None:
+            raise error
+        return delay_ms / 1000
+
+    return pause_s
+
+
+def retry(
+    policy: RetryPolicy | None = None,
+    *,
+    retry_if: "Callable[[Exception], bool]" = lambda error: True,
+    clock: "Callable[[], float]" = monotonic,
+    sleep: "Callable[[float], object]" = sleep,
+) -> "Callable[[Callable[P, T]], Callable[P, T]]":
+    """Decorate a function: it is called again after an exception that is worth it; the last one is raised. Times in s."""
+    from functools import wraps
+
+    def decorate(function: "Callable[P, T]") -> "Callable[P, T]":
+        @wraps(function)
+        def call(*args: "P.args", **kwargs: "P.kwargs") -> "T":
+            pause_s = pauses(policy or RetryPolicy(), retry_if, clock)
+            while True:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    sleep(pause_s(error))
+
+        return call
+
+    return decorate
+
+
+def async_retry(
+    policy: RetryPolicy | None = None,
+    *,
+    retry_if: "Callable[[Exception], bool]" = lambda error: True,
+    clock: "Callable[[], float]" = monotonic,
+    sleep: "Callable[[float], Awaitable[object]] | None" = None,
+) -> "Callable[[Callable[P, Awaitable[T]]], Callable[P, Awaitable[T]]]":
+    """As retry, for a coroutine function. Cancellation is no Exception: it passes through at once, out of a wait too."""
+    from functools import wraps
+
+    def decorate(function: "Callable[P, Awaitable[T]]") -> "Callable[P, Awaitable[T]]":
+        @wraps(function)
+        async def call(*args: "P.args", **kwargs: "P.kwargs") -> "T":
+            from asyncio import sleep as asyncio_sleep
+
+            pause_s = pauses(policy or RetryPolicy(), retry_if, clock)
+            while True:
+                try:
+                    return await function(*args, **kwargs)
+                except Exception as error:
+                    delay_s = pause_s(error)
+                await (sleep or asyncio_sleep)(delay_s)
+
+        return call
+
+    return decorate
 
 
 # ---- command line
@@ -996,6 +1589,16 @@ def signals(text: str) -> list[int]:
     return found
 
 
+def check_key(parser: Parser, options: argparse.Namespace) -> None:
+    key, store = options.idempotency_key, options.idempotency_store
+    if key is not None and (not key or not key.isprintable()):
+        parser.error("argument --idempotency-key: empty, or not printable text")
+    if store is not None and key in (None, "auto"):
+        parser.error("argument --idempotency-store: needs an --idempotency-key, and not auto")
+    if options.rerun_unknown and store is None:
+        parser.error("argument --rerun-unknown: needs an --idempotency-store")
+
+
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, left of the first `--`, and the command right of it, untouched; raises Ending for bad ones."""
     parser = Parser(usage="%(prog)s --retry-code CODES [OPTIONS] -- COMMAND [ARG ...]", allow_abbrev=False, add_help=False)
@@ -1008,6 +1611,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.add_argument(name, type=whole_number(lowest, highest), default=default, metavar="N", help=about)
     for name, values, text in CHOICES:
         parser.add_argument(name, choices=values, default=values[0], help=f"{text} (default {values[0]})")
+    for name, metavar, text in TEXTS:
+        parser.add_argument(name, metavar=metavar, help=text)
     for name, text in FLAGS:
         parser.add_argument(name, action="store_true", help=text)
     parser.add_argument("-h", "--help", action=Show, nargs=0, help="show this and end")
@@ -1016,6 +1621,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, command = parser.parse_args(words[:split]), words[split + 1 :]
     if options.initial_delay_ms > options.max_delay_ms:
         parser.error("argument --initial-delay-ms: above --max-delay-ms")
+    check_key(parser, options)
     if not command and not options.plan:
         parser.error("-- COMMAND is missing")
     return options, command

@@ -3,7 +3,10 @@
 import re
 import shlex
 import shutil
+import sqlite3
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 
 import pytest
@@ -66,6 +69,9 @@ def test_number_options_are_the_same_everywhere() -> None:
     for name, values, about in retry_command.CHOICES:
         assert f"| `{name}` | {', '.join(f'`{value}`' for value in values)} | {values[0]} | {about} |" in README
         assert f"{name} {{{','.join(values)}}} {about} (default {values[0]})" in shown
+    for name, metavar, about in retry_command.TEXTS:
+        assert re.search(rf"^\| `{name}` \|.*\| {re.escape(about)} \|$", README, re.MULTILINE)
+        assert f"{name} {metavar} {about}" in shown
     for name, about in retry_command.FLAGS:
         assert re.search(rf"^\| `{name}` \|( \| off \|)? {re.escape(about)} \|$", README, re.MULTILINE)
         assert f"{name} {about}" in shown
@@ -75,3 +81,65 @@ def test_the_version_is_one(tmp_path: Path) -> None:
     assert retry_command.VERSION == single_run.VERSION
     for module, script in SCRIPTS:
         assert run_cli(script, "--version", code=0).stdout.decode() == f"{script.name} {module.VERSION}\n"
+
+
+def test_the_http_recipe(tmp_path: Path) -> None:
+    """Which answers of a real server are tried again, and how often it is asked."""
+    if not shutil.which("curl"):
+        pytest.skip("needs curl")
+    (recipe,) = re.findall(r"```sh\n(#!/bin/sh\n# http_get.*?)```", README, re.DOTALL)
+    job = tmp_path / "http_get"
+    job.write_text(recipe)
+    job.chmod(0o755)
+    answers: list[tuple[int, str]] = []
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, hint = answers.pop(0)
+            asked.append(status)
+            self.send_response(status)
+            if hint:
+                self.send_header("Retry-After", hint)
+            self.end_headers()
+            self.wfile.write(b"body")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        for statuses, hint, code, times, delay_ms in (
+            ((200,), "", 0, 1, None),
+            ((503, 200), "0", 0, 2, None),
+            ((500, 502, 504), "", 75, 3, 1),
+            ((429, 429, 200), "Wed, 21 Oct 2026 07:28:00 GMT", 0, 3, None),
+            ((429, 429, 429), "0.02", 75, 3, 20),
+            ((400,), "", 65, 1, None),
+            ((404,), "", 65, 1, None),
+            ((401,), "", 77, 1, None),
+            ((403,), "", 77, 1, None),
+        ):
+            answers[:] = [(status, hint) for status in statuses]
+            asked.clear()
+            done = run_cli(RETRY, "--retry-code", "TEMPFAIL", "--initial-delay-ms", "1", "--", job, url, code=code)
+            assert len(asked) == times and done.stdout == (b"" if code else b"body")
+            if delay_ms:
+                assert f'"next_delay_ms":{delay_ms}}}'.encode() in done.stderr
+        server.shutdown()
+    assert run_cli(RETRY, "--retry-code", "75", "--initial-delay-ms", "1", "--", job, url, code=75).stdout == b""
+
+
+def test_the_stores_queries(tmp_path: Path) -> None:
+    queries = re.findall(r'^sqlite3 demo.store "(.*)"$', README, re.MULTILINE)
+    assert len(queries) == 3
+    for key in ("old", "new"):
+        options = ("--idempotency-key", key, "--idempotency-store", "demo.store")
+        run_cli(RETRY, "--retry-code", "75", *options, "--", "echo", key, cwd=tmp_path, code=0)
+    with sqlite3.connect(tmp_path / "demo.store") as db:
+        db.execute("UPDATE runs SET changed_at_utc = '2025-12-31' WHERE key = 'old'")
+        assert [row[:2] for row in db.execute(queries[0])] == [("old", "succeeded"), ("new", "succeeded")]
+        for query in queries[1:]:
+            db.execute(query)
+        assert db.execute("SELECT key, (SELECT count(*) FROM chunks) FROM runs").fetchall() == [("new", 1)]
