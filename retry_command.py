@@ -1219,15 +1219,14 @@ class Run:
 
     def run(self) -> int:
         """All of it, then the output: of the success, or the history of the failures. The exit code."""
-        code = ERROR
         try:
             code = self.outcome()
-            return code
         except Ending as ending:
-            code = ending.code
+            self.ended(ending.code)
             raise
-        finally:
-            self.ended(code)
+        self.ended(code)
+        self.supervisor.flush()  # what could not be recorded
+        return code
 
     def outcome(self) -> int:
         output = None
@@ -1272,10 +1271,6 @@ class Run:
             self.keep(self.options.metrics_file, lambda: metrics.update(values))
         duration_ms = round(1000 * (monotonic() - self.began))
         self.note_in_log("run_ended", exit_code=code, attempts=self.attempts_made, duration_ms=duration_ms)
-        try:
-            self.supervisor.flush()
-        except Ending:
-            pass
 
     def keep(self, path: str, action: "Callable[[], object]") -> None:
         """Write a record. A failure is told once and changes nothing."""
@@ -1376,13 +1371,7 @@ class Run:
     def attempt(self, attempt: int, stdin: str, out: Spool, err: Spool) -> tuple[int, int | None]:
         """One attempt. The exit code that comes of it, and the wait before the next, if there is to be one."""
         where: dict[str, int | str] = {"attempt": attempt, "max_attempts": self.policy.max_attempts}
-        limit_s = self.remaining_s()
-        self.environment[b"RETRY_WRAPPER_ATTEMPT"] = b"%d" % attempt
-        if limit_s < FOREVER:
-            self.environment[b"RETRY_WRAPPER_REMAINING_MS"] = b"%d" % max(0, limit_s * 1000)
-        if self.options.attempt_timeout_ms is not None:
-            limit_s = min(limit_s, self.options.attempt_timeout_ms / 1000)
-        os.ftruncate(self.hint, 0)
+        limit_s = self.prepare(attempt)
         self.note(attempt, "begins")
         started_at, began = utc(time()), monotonic()
         before, self.state = self.state, "unknown"
@@ -1418,6 +1407,16 @@ class Run:
         how = {TIMED_OUT: "out of time", ERROR: "too much output"}.get(self.supervisor.cut, f"exit code {code}")
         self.note(attempt, f"{how}; {'no other attempt' if next_ms is None else f'the next one in {next_ms} ms'}")
         return code, next_ms
+
+    def prepare(self, attempt: int) -> float:
+        """What the job is told. How long it may run, in s."""
+        limit_s = self.remaining_s()
+        self.environment[b"RETRY_WRAPPER_ATTEMPT"] = b"%d" % attempt
+        if limit_s < FOREVER:
+            self.environment[b"RETRY_WRAPPER_REMAINING_MS"] = b"%d" % max(0, limit_s * 1000)
+        os.ftruncate(self.hint, 0)
+        timeout_ms = self.options.attempt_timeout_ms
+        return limit_s if timeout_ms is None else min(limit_s, timeout_ms / 1000)
 
     def state_after(self, result: int, failure: OSError | None) -> str:
         """Of the key: what is known of a job's work. Of one that was cut off, nothing."""

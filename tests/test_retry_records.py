@@ -218,3 +218,17 @@ def test_a_reader_sees_a_whole_file(fifo: Fifo) -> None:
         assert len(re.findall("^# TYPE", Path("m.prom").read_text(), re.MULTILINE)) == len(retry_command.METRICS)
     for run in runs:
         ended(run, 0)
+
+
+@pytest.mark.parametrize("stream", (1, 2))
+def test_a_caller_that_does_not_read_cannot_hold_the_records(stream: int) -> None:
+    reader, writer = os.pipe()
+    job = ("sh", "-c", f"head -c 5000000 /dev/zero >&{stream}")
+    streams = {"stdout": -3, "stderr": -3, ("stdout", "stderr")[stream - 1]: writer}
+    process = started(*LOGGED, *MEASURED[-2:], "--kill-after-ms", "60000000", "--", *job, **streams)
+    os.close(writer)
+    assert os.read(reader, 1) == b"\0"  # it delivers
+    process.terminate()
+    assert ended(process).returncode == 143
+    os.close(reader)
+    assert lines()[-1]["exit_code"] == 143 and samples()['retry_command_last_exit_code{task="sh"}'] == 143
