@@ -151,7 +151,7 @@ STOP_SIGNALS: dict[int, str] = {
 }
 TERMINAL_STOPS: set[int] = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 STOPS_AGAIN_AFTER_S = 1.0  # a supervisor that signals a whole tree makes one stop arrive more than once
-LOCK_TAKES_S = 10.0  # many runs at once; in vain where one is stopped in the moment that it holds it
+LOCK_TAKES_S, HURRY_S = 10.0, 0.5  # many runs at once; in vain where one is stopped in the moment that it holds it
 DEATH_TAKES_S = 10.0  # from SIGKILL to the end of a process with much memory; in vain for one that hangs in the kernel
 CHUNK = 1 << 20
 FOREVER = float("inf")
@@ -934,13 +934,12 @@ def lock_byte(fd: int, number: int, kind: int = F_WRLCK) -> bool:
     return True
 
 
-def alone(fd: int, action: "Callable[[], T]") -> "T":
-    """Do it while no other run does. TimeoutError: another did for too long."""
-    give_up_at = monotonic() + LOCK_TAKES_S
+def alone(fd: int, action: "Callable[[], T]", pause: "Callable[[float], bool]") -> "T":
+    """Do it while no other run does; `pause` waits some s and says whether to hurry. TimeoutError: another did for too long."""
+    began = monotonic()
     while not lock_byte(fd, 0):
-        if monotonic() >= give_up_at:
+        if monotonic() - began >= (HURRY_S if pause(0.005) else LOCK_TAKES_S):
             raise TimeoutError(errno.ETIMEDOUT, "another run holds the lock")
-        sleep(0.005)
     try:
         return action()
     finally:
@@ -954,11 +953,11 @@ def utc(seconds: float) -> str:
 class EventLog:
     """JSON lines that many runs append to."""
 
-    def __init__(self, path: str):
-        self.fd = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    def __init__(self, path: str, pause: "Callable[[float], bool]"):
+        self.fd, self.pause = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), pause
 
     def add(self, line: bytes) -> None:
-        alone(self.fd, lambda: self.append(line))
+        alone(self.fd, lambda: self.append(line), self.pause)
 
     def append(self, line: bytes) -> None:
         """By one write, which is taken back where the disk could not take it whole."""
@@ -973,8 +972,8 @@ class EventLog:
 class SharedFile:
     """A small file that many runs read and replace, each under the lock of another file beside it, which stays."""
 
-    def __init__(self, path: str, mode: int):
-        self.path, self.mode = path, mode
+    def __init__(self, path: str, mode: int, pause: "Callable[[float], bool]"):
+        self.path, self.mode, self.pause = path, mode, pause
         self.lock = own_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
 
     def read(self) -> bytes | None:
@@ -986,7 +985,7 @@ class SharedFile:
             return file.read()
 
     def update(self, change: "Callable[[bytes | None], bytes]") -> None:
-        alone(self.lock, lambda: self.replace(change(self.read())))
+        alone(self.lock, lambda: self.replace(change(self.read())), self.pause)
 
     def replace(self, data: bytes) -> None:
         """By rename(2): who reads it sees all of the old or of the new. A run that is killed leaves a .new for the next."""
@@ -1001,8 +1000,8 @@ class SharedFile:
 class BreakerFile:
     """The circuit breaker of all runs that name the file. Its clock is that of the boot, which nobody sets."""
 
-    def __init__(self, path: str, failures: int, reset_ms: int):
-        self.file, self.failures, self.reset_ms = SharedFile(path, 0o600), failures, reset_ms
+    def __init__(self, path: str, pause: "Callable[[float], bool]", failures: int, reset_ms: int):
+        self.file, self.failures, self.reset_ms = SharedFile(path, 0o600, pause), failures, reset_ms
         self.probe = own_file(f"{path}.lock", os.O_RDWR)  # apart from the other lock, as the job inherits it
         self.probing = self.damaged = False
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -1066,11 +1065,11 @@ class BreakerFile:
 class Metrics:
     """Counters and gauges of a task, in a file that node_exporter's textfile collector reads (Prometheus text format)."""
 
-    def __init__(self, path: str, task: str):
+    def __init__(self, path: str, pause: "Callable[[float], bool]", task: str):
         escaped = task.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self.label = f'task="{os.fsencode(escaped).decode("utf-8", "replace")}"'
-        self.file = SharedFile(path, 0o644)
-        self.load(self.file.read())
+        self.file = SharedFile(path, 0o644, pause)
+        self.update({})  # now it is known that this can be done
 
     def load(self, data: bytes | None) -> dict[str, float]:
         """The samples; ValueError if the file has others than ours."""
@@ -1199,7 +1198,7 @@ class Run:
         self.began, self.attempts_made = monotonic(), 0
         self.claimed = self.refused = self.breaker_open = False
         self.measures: dict[str, object] = {}  # what the log gets with the next event
-        self.silenced: set[str] = set()  # files whose failure was told
+        self.silenced: set[str] = set()  # files that failed
         self.environment = {
             **given_environment(),
             b"RETRY_WRAPPER_MAX_ATTEMPTS": b"%d" % policy.max_attempts,
@@ -1212,9 +1211,9 @@ class Run:
         if self.key is not None:
             self.environment[b"RETRY_WRAPPER_IDEMPOTENCY_KEY"] = os.fsencode(self.key)
         task = os.path.basename(command[0]) if options.task is None else options.task
-        self.log = opened(EventLog, options.event_log)
-        self.metrics = opened(Metrics, options.metrics_file, task)
-        self.breaker = opened(BreakerFile, options.breaker, options.breaker_failures, options.breaker_reset_ms)
+        self.log = opened(EventLog, options.event_log, self.pause)
+        self.metrics = opened(Metrics, options.metrics_file, self.pause, task)
+        self.breaker = opened(BreakerFile, options.breaker, self.pause, options.breaker_failures, options.breaker_reset_ms)
         self.store = opened(IdempotencyStore, options.idempotency_store, self.key)
 
     def run(self) -> int:
@@ -1273,13 +1272,18 @@ class Run:
         self.note_in_log("run_ended", exit_code=code, attempts=self.attempts_made, duration_ms=duration_ms)
 
     def keep(self, path: str, action: "Callable[[], object]") -> None:
-        """Write a record. A failure is told once and changes nothing."""
+        """Write a record. A failure is told and changes nothing; what held one up is not tried again."""
         try:
-            action()
-        except Exception as error:
             if path not in self.silenced:
-                self.told.append(event("wrapper_error", kind=type(error).__name__, file=path))
+                action()
+        except Exception as error:
             self.silenced.add(path)
+            self.told.append(event("wrapper_error", kind=type(error).__name__, file=path))
+
+    def pause(self, seconds: float) -> bool:
+        """Wait, and whether we are told to stop."""
+        self.supervisor.serve(monotonic() + seconds)
+        return self.supervisor.stop != 0
 
     def note_in_log(self, name: str, **fields: object) -> None:
         if self.log:

@@ -1,10 +1,12 @@
 """The event log and the metrics: what many runs at once write is whole, and never changes what comes of a run."""
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,15 @@ def test_a_folder_that_is_missing_is_found_first() -> None:
     assert os.listdir() == []
 
 
+@needs_namespaces
+@pytest.mark.parametrize("option", ("--event-log", "--metrics-file", "--breaker"))
+def test_a_folder_that_cannot_be_written_is_found_first(here: Path, option: str) -> None:
+    run_cli(*RETRY_75, option, "file", "--", "true", code=0)
+    script = f'mount -o bind,ro "{here}" "{here}"; cd "{here}"; exec "$@"'
+    done = run_cli(*UNSHARE, "sh", "-c", script, "sh", *RETRY_75, option, "file", "--", "echo", "started", code=125)
+    assert done.stdout == b"" and b'"wrapper_error"' in done.stderr
+
+
 def samples() -> dict[str, float]:
     pairs = (line.rpartition(" ") for line in Path("m.prom").read_text().splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in pairs}
@@ -232,3 +243,16 @@ def test_a_caller_that_does_not_read_cannot_hold_the_records(stream: int) -> Non
     assert ended(process).returncode == 143
     os.close(reader)
     assert lines()[-1]["exit_code"] == 143 and samples()['retry_command_last_exit_code{task="sh"}'] == 143
+
+
+@pytest.mark.parametrize("option", ("--event-log", "--metrics-file", "--breaker"))
+def test_a_lock_that_another_holds_for_long_does_not_hold_a_stop_signal_up(fifo: Fifo, option: str) -> None:
+    file = "log" if option == "--event-log" else "m.prom.lock"
+    process = started(*RETRY_75, option, file.removesuffix(".lock"), "--", *PROBE, fifo.path, "on:TERM=65", "say:ready", "wait")
+    fifo.line()
+    holder = os.open(file, os.O_RDWR)
+    fcntl.fcntl(holder, fcntl.F_OFD_SETLK, struct.pack("hhqqiq", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0, 0))
+    process.terminate()
+    told = ended(process, 143).stderr
+    assert event("wrapper_error", kind="TimeoutError", file=file.removesuffix(".lock")) in told and failed(65) in told
+    os.close(holder)
