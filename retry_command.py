@@ -1389,20 +1389,25 @@ class Run:
         self.attempts_made, self.state = attempt, self.state_after(result, failure)
         if self.options.stream_stderr:
             self.history.append(err)
-        measures = {"started_at_utc": started_at, "duration_ms": round(1000 * (monotonic() - began))}
-        measures |= {"stdout_bytes": out.taken, "stderr_bytes": err.taken}
-        if not self.supervisor.failed:
-            self.record_in_breaker(True)
-            self.note(attempt, "succeeded")
-            self.note_in_log("attempt_succeeded", **where, returncode=0, **measures)
-            return SUCCESS, None
-        os.close(out.file)
+        self.measures = {"started_at_utc": started_at, "duration_ms": round(1000 * (monotonic() - began))}
+        self.measures |= {"stdout_bytes": out.taken, "stderr_bytes": err.taken}
+        if self.supervisor.failed:
+            os.close(out.file)
+            return self.failed(where, result, failure, err)
+        self.record_in_breaker(True)
+        self.note(attempt, "succeeded")
+        self.note_in_log("attempt_succeeded", **where, returncode=0, **self.measures)
+        self.measures = {}
+        return SUCCESS, None
+
+    def failed(self, where: dict[str, int | str], result: int, failure: OSError | None, err: Spool) -> tuple[int, int | None]:
+        """Tell of an attempt, and decide what follows."""
+        attempt = int(where["attempt"])
         code = ERROR if failure else exit_code(result)
         worth = code != ERROR and not self.supervisor.stop and self.policy.retries(result)
         goes_on = self.record_in_breaker(False if worth else None)
         next_ms = self.next_ms(attempt) if worth and goes_on else None
         (first, fields), *others = attempt_events(self.supervisor.cut, result, failure, next_ms)
-        self.measures = measures
         self.tell(first, **(where if first != "wrapper_error" else {}), **fields)
         if not self.options.stream_stderr:
             self.history.append(err)
