@@ -1027,7 +1027,8 @@ class BreakerFile:
         breakers = []
 
         def changed(data: bytes | None) -> bytes:
-            breakers.append(breaker := self.load(data))
+            breaker = self.load(data)
+            breakers.append(breaker)
             act(breaker)
             opened_at_ms = "null" if breaker.opened_at_ms is None else int(breaker.opened_at_ms)
             return f'{{"failures":{breaker.failures},"opened_at_ms":{opened_at_ms},"boot_id":"{self.boot_id}"}}\n'.encode()

@@ -76,7 +76,7 @@ TOLD = (  # options, the job, exit code, the last notes
     ((), "exit 65", 65, ["attempt 1 of 3: exit code 65; no other attempt"]),
     ((), "kill -KILL $$", 137, ["attempt 1 of 3: exit code 137; no other attempt"]),
     (
-        ("--attempt-timeout-ms", "50", "--kill-after-ms", "50"),
+        ("--attempt-timeout-ms", "1000", "--kill-after-ms", "50"),
         "trap '' TERM; sleep 60",
         124,
         [

@@ -139,10 +139,10 @@ def test_a_reader_that_is_stuck_does_not_stop_the_clock(fifo: Fifo, stuck: Any) 
     writer, reader = stuck()
     between = os.open(fifo.path, os.O_WRONLY)  # no end of file between the attempts
     words = ("err:" + "x" * 100_000,) * 5 + ("say:{attempt}", "wait")
-    options = ("--retry-code", "124", "--attempt-timeout-ms", "500", "--kill-after-ms", "0")
+    options = ("--retry-code", "124", "--attempt-timeout-ms", "3000", "--max-attempts", "2", "--kill-after-ms", "0")
     process = started(*STREAMED, *options, "--", *PROBE, fifo.path, *words, stderr=writer)
     os.close(writer)
-    assert [fifo.line() for _ in range(3)] == ["1", "2", "3"]
+    assert [fifo.line() for _ in range(2)] == ["1", "2"]
     process.terminate()
     process.wait(HANG_S)
     os.close(between)

@@ -334,11 +334,11 @@ def test_the_job_reads_what_is_typed(terminal: Open, here: Path, stdin: str, bef
 
 def test_a_time_out_while_stopped_is_acted_on_after_fg(terminal: Open, fifo: Fifo) -> None:
     shell = terminal()
-    shell.command(options(line("R", fifo, "say:ready", "wait"), "--attempt-timeout-ms 1500 --max-attempts 1"))
+    shell.command(options(line("R", fifo, "say:ready", "wait"), "--attempt-timeout-ms 3000 --max-attempts 1"))
     assert fifo.line() == "ready"
     shell.type(CTRL_Z)
     shell.expect(PROMPT)
-    time.sleep(2)
+    time.sleep(3)
     assert fifo.silent()
     shell.command("fg")
     assert shell.code() == 124
@@ -347,6 +347,6 @@ def test_a_time_out_while_stopped_is_acted_on_after_fg(terminal: Open, fifo: Fif
 
 def test_a_job_stopped_in_the_foreground_ends_at_its_time_out(terminal: Open, fifo: Fifo) -> None:
     shell = terminal()
-    shell.command(options(line("R", fifo, "say:ready", "stop", "wait"), "--attempt-timeout-ms 1500 --max-attempts 1"))
+    shell.command(options(line("R", fifo, "say:ready", "stop", "wait"), "--attempt-timeout-ms 3000 --max-attempts 1"))
     assert fifo.until_gone() == ["ready"]
     assert shell.code() == 124
