@@ -37,7 +37,7 @@ try:
     import os
     import select
     import stat
-    from fcntl import F_GETPIPE_SZ, F_OFD_SETLK, F_SETPIPE_SZ, F_UNLCK, F_WRLCK, fcntl
+    from fcntl import F_GETFL, F_GETPIPE_SZ, F_OFD_SETLK, F_SETPIPE_SZ, F_UNLCK, F_WRLCK, fcntl
     from time import CLOCK_BOOTTIME, clock_gettime, gmtime, monotonic, sleep, strftime, time
 except KeyboardInterrupt:
     if __name__ != "__main__":
@@ -151,9 +151,11 @@ STOP_SIGNALS: dict[int, str] = {
 }
 TERMINAL_STOPS: set[int] = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 STOPS_AGAIN_AFTER_S = 1.0  # a supervisor that signals a whole tree makes one stop arrive more than once
-LOCK_TAKES_S, HURRY_S = 10.0, 0.5  # many runs at once; in vain where one is stopped in the moment that it holds it
+LOCK_TAKES_S, HURRY_S = 30.0, 0.5  # many runs at once; in vain where one is stopped in the moment that it holds it
+DELIVERY_S = 5.0  # for a caller to take the output of a run that was told to stop
 DEATH_TAKES_S = 10.0  # from SIGKILL to the end of a process with much memory; in vain for one that hangs in the kernel
-CHUNK = 1 << 20
+CHUNK, BACKLOG = 1 << 20, 16 << 20  # bytes at a time; bytes of a shown stream that wait for a slow reader
+PTMX = os.makedev(5, 2)  # a pseudo-terminal's master: to open it again makes another one
 FOREVER = float("inf")
 JSON_ESCAPES = {number: f"\\u{number:04x}" for number in range(32)} | {
     ord(char): f"\\{letter}" for char, letter in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)
@@ -419,13 +421,14 @@ def hand_terminal(owner: int, heir: int) -> bool:
         os.close(tty)
 
 
-def stoppable(transfer: "Callable[[], object]") -> None:
-    """Read or write as one whom the terminal stops in the background: with a handler CPython tries again, for ever (PEP 475)."""
+def stoppable(transfer: "Callable[[], object]", lent: bool) -> None:
+    """Read or write as one whom the terminal stops in the background: with a handler CPython tries again, for ever (PEP 475).
+    While the terminal is lent to the job we are in the background for its sake, and write."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTTIN, signal.SIGTTOU)}
     try:
         for number, handler in handlers.items():
             if handler != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if lent and number == signal.SIGTTOU else signal.SIG_DFL)
         transfer()
     finally:
         for number, handler in handlers.items():
@@ -614,13 +617,17 @@ class Outlet:
         self.stream: Spool | None = None  # of the running attempt, sent as it grows
         self.in_line = False  # what was sent last did not end its line
         self.failure: OSError | None = None  # since then nothing is sent
-        kind = os.fstat(fd).st_mode
-        if os.isatty(fd):
+        status = os.fstat(fd)
+        self.most = CHUNK
+        if stat.S_ISSOCK(status.st_mode) or status.st_rdev == PTMX:
+            self.most = select.PIPE_BUF
+        elif stat.S_ISFIFO(status.st_mode) or os.isatty(fd):
+            self.most = select.PIPE_BUF
             try:
-                self.fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)  # that only for us
+                if fcntl(fd, F_GETFL) & os.O_ACCMODE != os.O_RDONLY:  # non-blocking, but only for us
+                    self.fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
             except OSError:
-                kind = stat.S_IFSOCK  # not ours to open, or no /proc: like a socket, it may block
-        self.most = select.PIPE_BUF if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) else CHUNK
+                pass  # not ours to open, or no /proc: it may block, seldom and for a moment
 
     def busy(self) -> bool:
         return not self.failure and bool(self.queue or (self.stream and self.stream.size))
@@ -658,6 +665,7 @@ class Supervisor:
         self.most_output = FOREVER if options.max_output_bytes is None else options.max_output_bytes
         self.verbose, self.streams = options.verbose, options.stream_stderr
         self.outlets = Outlet(1), Outlet(2)
+        self.one_file = os.path.samestat(os.fstat(1), os.fstat(2))
         self.sources: dict[int, Spool] = {}  # by the descriptor that is read
         self.group = 0  # of the running attempt; its leader is the job, which is not reaped before the group is done with
         self.end: os.waitid_result | None = None  # the job's
@@ -685,10 +693,11 @@ class Supervisor:
         spool = self.sources[0] = Spool()
         self.poll.register(0, select.POLLIN)
         try:
-            while self.sources and not self.stop:
+            while self.sources and not self.stop and not spool.failure:
                 self.serve()
         finally:
             self.forget(0)
+        os.fchmod(spool.file, 0o400)  # a job that opens its /dev/stdin for writing would write into that of the next attempts
         if spool.failure:
             raise spool.failure
         return spool
@@ -747,14 +756,15 @@ class Supervisor:
 
     def flush(self) -> None:
         """Give our caller all that is on its way. Ending: a stop signal, or a later one after that of a stopped run, or its
-        caller that does not take the output for as long as a job's grace."""
+        caller that does not take the output for as long as a job's grace, or DELIVERY_S."""
         stop = self.stop
-        self.kill_at = monotonic() + max(self.kill_after_s, STOPS_AGAIN_AFTER_S) if stop else FOREVER
+        self.kill_at = monotonic() + max(min(self.kill_after_s, DELIVERY_S), STOPS_AGAIN_AFTER_S) if stop else FOREVER
         while any(outlet.busy() for outlet in self.outlets):
             self.serve()
             if self.stop != stop or (stop and self.kill_at == FOREVER):
                 heard = select.select([], [2], [], 0)[1]
-                raise Ending(128 + self.stop, event("interrupted", kind=STOP_SIGNALS[self.stop]) if heard else b"")
+                text = b"\n" * self.outlets[1].in_line + event("interrupted", kind=STOP_SIGNALS[self.stop])
+                raise Ending(128 + self.stop, text if heard else b"")
 
     def settle(self) -> None:
         """Take what is in the pipes now: all that an ended job wrote. A background process may write without end."""
@@ -770,18 +780,24 @@ class Supervisor:
     def serve(self, until: float = FOREVER) -> None:
         """Wait for streams, signals and deadlines, no longer than until then, and act on what comes."""
         outlets = {outlet.fd: outlet for outlet in self.outlets if outlet.busy()}
+        if len(outlets) == 2 and self.one_file:
+            del outlets[self.outlets[0].fd]  # `2>&1`: one after the other
         for fd in outlets:
             self.poll.register(fd, select.POLLOUT)
+        for fd, spool in self.sources.items():  # a reader that is slower than the job slows the job down
+            full = spool is self.outlets[1].stream and spool.size >= BACKLOG and not spool.dropping
+            self.poll.modify(fd, 0 if full else select.POLLIN)
         wake_at = min(until, self.kill_at, self.deadline)
-        ready = self.poll.poll(None if wake_at == FOREVER else max(0, wake_at - monotonic()) * 1000)
+        ready = [fd for fd, _ in self.poll.poll(None if wake_at == FOREVER else max(0, wake_at - monotonic()) * 1000)]
         for fd in outlets:
             self.poll.unregister(fd)
-        for fd, _ in ready:
-            if fd == self.bell:
-                for number in os.read(self.bell, 4096):
-                    self.take(number)
-            else:
-                stoppable(lambda fd=fd: outlets[fd].send() if fd in outlets else self.drain(fd))  # type: ignore[misc]
+        if self.bell in ready:
+            for number in os.read(self.bell, 4096):
+                self.take(number)
+            ready = []  # the rest comes again, if a signal has not made it void
+        for fd in ready:
+            lent = bool(self.had_terminal and self.group)
+            stoppable(lambda fd=fd: outlets[fd].send() if fd in outlets else self.drain(fd), lent)  # type: ignore[misc]
         now = monotonic()
         if now >= self.kill_at:
             self.note("the grace is over: SIGKILL")
@@ -985,15 +1001,20 @@ class SharedFile:
             return file.read()
 
     def update(self, change: "Callable[[bytes | None], bytes]") -> None:
-        alone(self.lock, lambda: self.replace(change(self.read())), self.pause)
+        def replace() -> None:
+            old = self.read()
+            new = change(old)
+            if new != old:
+                self.replace(new)
+
+        alone(self.lock, replace, self.pause)
 
     def replace(self, data: bytes) -> None:
-        """By rename(2): who reads it sees all of the old or of the new. A run that is killed leaves a .new for the next."""
+        """By rename(2): who reads it sees all of the old or of the new. A run that is killed leaves a .new for the next. No
+        fsync(2): what a loss of power takes is little, and many runs wait for the lock."""
         with open(own_file(f"{self.path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(data)
-            file.flush()
             os.fchmod(file.fileno(), self.mode)
-            os.fsync(file.fileno())
         os.rename(f"{self.path}.new", self.path)
 
 
@@ -1195,6 +1216,10 @@ class Run:
         self.told = supervisor.outlets[1].queue
         self.history = self.told if options.stream_stderr else []  # of failures, for the end
         self.hint = os.memfd_create("retry_after")
+        try:
+            pid = os.readlink("/proc/self")  # as this /proc counts
+        except OSError:
+            pid = str(os.getpid())
         self.id, self.key, self.state = os.urandom(16).hex(), options.idempotency_key, "new"
         self.began, self.attempts_made = monotonic(), 0
         self.claimed = self.refused = self.breaker_open = False
@@ -1203,7 +1228,7 @@ class Run:
         self.environment = {
             **given_environment(),
             b"RETRY_WRAPPER_MAX_ATTEMPTS": b"%d" % policy.max_attempts,
-            b"RETRY_WRAPPER_RETRY_AFTER_FILE": b"/proc/%d/fd/%d" % (os.getpid(), self.hint),
+            b"RETRY_WRAPPER_RETRY_AFTER_FILE": f"/proc/{pid}/fd/{self.hint}".encode(),
         }
         if self.key == "auto":
             from uuid import uuid4

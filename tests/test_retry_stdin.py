@@ -171,3 +171,21 @@ def test_inherit_of_a_closed_stdin() -> None:
 @pytest.mark.parametrize("value", ("", "Replay", "file", "/dev/null"))
 def test_refused(value: Any) -> None:
     assert b"--stdin" in run_cli(RETRY, "--retry-code", "75", "--stdin", value, "--", "true", code=2).stderr
+
+
+@needs_namespaces
+def test_an_endless_input_on_a_full_disk_ends(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=1M none "$TMPDIR"; yes | "$@"'
+    environment = {**CLEAN_ENV, "TMPDIR": str(tmp_path)}
+    done = run_cli(*UNSHARE, "sh", "-c", script, "sh", *REPLAY, "echo", "started", env=environment, code=125)
+    assert (done.stdout, done.stderr) == (b"", event("wrapper_error", kind="OSError"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize(
+    "job", ("echo junk >/dev/stdin", "echo junk >>/dev/fd/0", "truncate -s 3 /dev/stdin", "(: 1<>/dev/stdin)")
+)
+def test_no_attempt_can_change_what_the_next_one_reads(job: str) -> None:
+    user = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+    done = run_cli(*user, *ISOLATED, *REPLAY, "sh", "-c", f"cat >&2; {job}; exit 75", input=b"one\ntwo\n", code=75)
+    assert done.stderr.count(b"one\ntwo\n") == 3

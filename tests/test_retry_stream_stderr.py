@@ -185,3 +185,58 @@ def test_it_is_off_by_default(fifo: Fifo) -> None:
     process.send_signal(signal.SIGUSR1)
     os.set_blocking(process.stderr.fileno(), True)
     assert ended(process, 0).stderr == b"a"
+
+
+def test_one_pipe_for_both_that_is_not_read() -> None:
+    """Neither the output nor a line of ours may block."""
+    for more in ((), ("--verbose",), ("--stream-stderr", "--verbose")):
+        reader, writer = os.pipe()
+        process = started(*RETRY_75, *more, "--", "seq", "1000000", stdout=writer, stderr=writer)
+        os.close(writer)
+        assert os.read(reader, 1)
+        time.sleep(0.3)
+        process.terminate()
+        assert process.wait(HANG_S) == 143
+        os.close(reader)
+
+
+@pytest.mark.parametrize("more", (("--verbose",), ("--stream-stderr",), ("--stream-stderr", "--verbose")))
+def test_one_file_for_both_gets_one_after_the_other(more: tuple[str, ...]) -> None:
+    job = "yes EEEEEEEE | head -20000 >&2; yes oooooooo | head -20000"
+    script = '"$@" 2>&1 | { sleep 0.5; cat; }'
+    shown = run_cli("sh", "-c", script, "sh", *RETRY_75, *more, "--", "sh", "-c", job, code=0).stdout.splitlines()
+    lines = [line for line in shown if not line.startswith(b"retry_command.py: ")]
+    streams = [b"EEEEEEEE"] * 20000, [b"oooooooo"] * 20000
+    assert lines == (streams[0] + streams[1] if "--stream-stderr" in more else streams[1] + streams[0])
+
+
+def test_stdout_is_the_master_of_a_terminal() -> None:
+    master, slave = pty.openpty()
+    tty.setraw(slave)
+    run_cli(*STREAMED, "--", "sh", "-c", "echo out; echo err >&2", stdout=master, stderr=master, code=0)
+    shown = b""
+    while len(shown) < 8:
+        shown += os.read(slave, 100)
+    assert sorted(shown.split()) == [b"err", b"out"]
+    os.close(master)
+    os.close(slave)
+
+
+def test_the_last_word_begins_a_line() -> None:
+    reader, writer = os.pipe()
+    process = started(*STREAMED, "--", "sh", "-c", "printf abc >&2; seq 1000000", stdout=writer)
+    os.close(writer)
+    assert os.read(reader, 1)
+    process.terminate()
+    assert ended(process, 143).stderr == b"abc\n" + event("interrupted", kind="sigterm")
+    os.close(reader)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("reader", ("head -c 200000000", "{ head -c 1000000 | { sleep 1; cat; }; head -c 100000000; }"))
+def test_a_flood_does_not_fill_the_disk(tmp_path: Any, reader: str) -> None:
+    mount = 'mount -t tmpfs -o size=24M none "$0"; export TMPDIR="$0"'
+    script = f'{mount}; "$@" 2>&1 >/dev/null | {reader} | wc -c; echo "${{PIPESTATUS[0]}}"'
+    done = run_cli(*UNSHARE, "bash", "-c", script, tmp_path, *STREAMED, "--", "sh", "-c", "yes | head -c 250000000 >&2", code=0)
+    size, code = done.stdout.split()
+    assert int(size) > 100_000_000 and code == b"141"

@@ -350,3 +350,14 @@ def test_a_job_stopped_in_the_foreground_ends_at_its_time_out(terminal: Open, fi
     shell.command(options(line("R", fifo, "say:ready", "stop", "wait"), "--attempt-timeout-ms 3000 --max-attempts 1"))
     assert fifo.until_gone() == ["ready"]
     assert shell.code() == 124
+
+
+def test_what_is_shown_while_the_job_has_the_terminal_stops_nobody(terminal: Open, fifo: Fifo) -> None:
+    shell = terminal()
+    shell.command("stty tostop")
+    assert shell.code() == 0
+    shell.command(options(line("R", fifo, "say:asks", "tty", "err:shown", "exit:0"), "--stream-stderr --verbose"))
+    assert fifo.line() == "asks"
+    shell.type("hello\n")
+    assert fifo.until_gone() == ["read hello"]
+    assert shell.code() == 0
