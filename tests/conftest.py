@@ -170,6 +170,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+UNPRIVILEGED = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()  # root obeys file modes then
 UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
 needs_namespaces = pytest.mark.skipif(
     subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0, reason="needs root and namespaces"

@@ -11,12 +11,11 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN_ENV, PROBE, SINGLE, Fifo, ended, json_line, run_cli, single, started, without
+from conftest import CLEAN_ENV, PROBE, SINGLE, UNPRIVILEGED, Fifo, ended, json_line, run_cli, single, started, without
 
 CODES = (0, 1, 2, 3, 42, 75, 125, 126, 127, 128, 130, 255)
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM, signal.SIGXFSZ, 34, 64)
 AFTER_SIGINT = (("on:INT=0",), ("on:INT=7",), ("on:INT=75",), ("ignore:INT", "on:USR1=3"))
-UNPRIVILEGED = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()  # root obeys file modes then
 
 LOCKS = (  # the lock path in a folder with one thing of each kind (see `things`), its reason
     ("missing/lock", "lock_parent_not_found"),
