@@ -80,7 +80,7 @@ APPLICATION_ID = 0x52455452  # RETR
 SCHEMA = (
     f"PRAGMA application_id = {APPLICATION_ID}",
     "CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, state TEXT NOT NULL, changed_at_utc TEXT,"
-    " exit_code INTEGER, stdout_bytes INTEGER, stored INTEGER)",
+    " exit_code INTEGER, stdout_bytes INTEGER)",
     "CREATE TABLE chunks (run INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (run, number))",
 )
 SQLITE = b"SQLite format 3\0"
@@ -672,7 +672,7 @@ class Supervisor:
         self.output = 0  # bytes of the attempt
         self.cut = 0  # the attempt was cut short: TIMED_OUT, or ERROR for too much output
         self.has_term = False  # the group has got SIGTERM
-        self.stop = 0  # the first stop signal
+        self.stop = self.stops = 0  # the first stop signal, and how many came a while after the one before
         self.stopped_at = self.kill_at = self.deadline = FOREVER
         self.had_terminal = False
         self.failed = True  # the last attempt was no success
@@ -754,17 +754,21 @@ class Supervisor:
             if self.stop or monotonic() >= until:
                 return not self.stop
 
-    def flush(self) -> None:
+    def flush(self, limit_s: float = FOREVER) -> None:
         """Give our caller all that is on its way. Ending: a stop signal, or a later one after that of a stopped run, or its
-        caller that does not take the output for as long as a job's grace, or DELIVERY_S."""
-        stop = self.stop
-        self.kill_at = monotonic() + max(min(self.kill_after_s, DELIVERY_S), STOPS_AGAIN_AFTER_S) if stop else FOREVER
+        caller that does not take the output for that long; of a stopped run, for as long as a job's grace, or DELIVERY_S."""
+        stops = self.stops
+        if stops:
+            limit_s = max(min(self.kill_after_s, DELIVERY_S), STOPS_AGAIN_AFTER_S)
+        until = monotonic() + limit_s
         while any(outlet.busy() for outlet in self.outlets):
-            self.serve()
-            if self.stop != stop or (stop and self.kill_at == FOREVER):
+            self.serve(until)
+            if self.stops != stops or monotonic() >= until:
                 heard = select.select([], [2], [], 0)[1]
-                text = b"\n" * self.outlets[1].in_line + event("interrupted", kind=STOP_SIGNALS[self.stop])
-                raise Ending(128 + self.stop, text if heard else b"")
+                raise Ending(128 + self.stop, b"\n" * self.outlets[1].in_line + self.interrupted() if heard else b"")
+
+    def interrupted(self) -> bytes:
+        return event("interrupted", kind=STOP_SIGNALS[self.stop])
 
     def settle(self) -> None:
         """Take what is in the pipes now: all that an ended job wrote. A background process may write without end."""
@@ -834,9 +838,10 @@ class Supervisor:
         now = monotonic()
         self.note(f"told to stop by {signal.Signals(number).name}: no further attempt")
         if not self.stop:
-            self.stop, self.stopped_at, self.deadline = number, now, FOREVER
+            self.stop, self.stops, self.stopped_at, self.deadline = number, 1, now, FOREVER
             self.kill_at = min(self.kill_at, now + self.kill_after_s)
         if now - self.stopped_at >= STOPS_AGAIN_AFTER_S:
+            self.stops += 1
             self.kill()
         else:
             self.send(number)
@@ -929,10 +934,11 @@ def noted(_number: int, _frame: object) -> None:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open or create a file that outlives us; PermissionError unless it is a regular one of ours, by its only name."""
+    """Open or create a file that outlives us; PermissionError unless it is a regular one of ours, by its only name (or none, as
+    another run has just replaced it)."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a regular file of ours alone", path)
     return fd
@@ -967,22 +973,27 @@ def utc(seconds: float) -> str:
 
 
 class EventLog:
-    """JSON lines that many runs append to."""
+    """JSON lines that many runs append to. While another run writes, ours wait: a run does not, before it ends."""
 
     def __init__(self, path: str, pause: "Callable[[float], bool]"):
         self.fd, self.pause = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), pause
+        self.lines: list[bytes] = []
 
-    def add(self, line: bytes) -> None:
-        alone(self.fd, lambda: self.append(line), self.pause)
+    def add(self, line: bytes, last: bool) -> None:
+        self.lines.append(line)
+        if last or lock_byte(self.fd, 0):
+            alone(self.fd, self.append, self.pause)
 
-    def append(self, line: bytes) -> None:
-        """By one write, which is taken back where the disk could not take it whole."""
-        size = os.fstat(self.fd).st_size
-        torn = size and os.pread(self.fd, 1, size - 1) != b"\n"  # by a loss of power
-        data = b"\n" + line if torn else line
-        if os.write(self.fd, data) != len(data):
-            os.ftruncate(self.fd, size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def append(self) -> None:
+        """A line by one write, which is taken back where the disk could not take it whole."""
+        while self.lines:
+            size = os.fstat(self.fd).st_size
+            torn = size and os.pread(self.fd, 1, size - 1) != b"\n"  # by a loss of power
+            data = b"\n" + self.lines[0] if torn else self.lines[0]
+            if os.write(self.fd, data) != len(data):
+                os.ftruncate(self.fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            del self.lines[0]
 
 
 class SharedFile:
@@ -1012,7 +1023,8 @@ class SharedFile:
     def replace(self, data: bytes) -> None:
         """By rename(2): who reads it sees all of the old or of the new. A run that is killed leaves a .new for the next. No
         fsync(2): what a loss of power takes is little, and many runs wait for the lock."""
-        with open(own_file(f"{self.path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        with open(own_file(f"{self.path}.new", os.O_WRONLY | os.O_CREAT), "wb") as file:
+            file.truncate()  # not before it is known to be ours
             file.write(data)
             os.fchmod(file.fileno(), self.mode)
         os.rename(f"{self.path}.new", self.path)
@@ -1033,6 +1045,9 @@ class BreakerFile:
         import json
 
         breaker = CircuitBreaker(self.failures, self.reset_ms, lambda: 1000 * clock_gettime(CLOCK_BOOTTIME))
+        begin = b'{"failures":'
+        if data and data.strip(b"\0") and not data.startswith(begin[: len(data)]):
+            raise ValueError("not a breaker's file")
         try:
             state = json.loads('{"failures": 0, "opened_at_ms": null}' if data is None else data)
             breaker.failures, opened_at_ms = int(state["failures"]), state["opened_at_ms"]
@@ -1044,30 +1059,30 @@ class BreakerFile:
             self.damaged = True  # a loss of power must not stop every job: closed
         return breaker
 
-    def change(self, act: "Callable[[CircuitBreaker], object]") -> CircuitBreaker:
-        breakers = []
+    def change(self, act: "Callable[[CircuitBreaker], object]") -> bool:
+        """Whether it is closed then."""
 
         def changed(data: bytes | None) -> bytes:
             breaker = self.load(data)
-            breakers.append(breaker)
             act(breaker)
+            self.is_closed, self.retry_after_ms = breaker.state() == "closed", breaker.retry_after_ms()
             opened_at_ms = "null" if breaker.opened_at_ms is None else int(breaker.opened_at_ms)
             return f'{{"failures":{breaker.failures},"opened_at_ms":{opened_at_ms},"boot_id":"{self.boot_id}"}}\n'.encode()
 
         self.file.update(changed)
-        return breakers[0]
+        return self.is_closed
 
-    def allow(self) -> tuple[bool, int]:
-        """Whether an attempt may go, and else after how many ms. Half-open, it has the probe right, as its job has."""
+    def allow(self) -> bool:
+        """Whether an attempt may go. Half-open, it has the probe right, as its job has."""
 
         def ask(breaker: CircuitBreaker) -> None:
             self.probing = breaker.state() == "half-open" and lock_byte(self.probe, 1)
             breaker.probing = not self.probing
             self.allowed = breaker.allow()
 
-        breaker = self.change(ask)
+        self.change(ask)
         os.set_inheritable(self.probe, self.probing)
-        return self.allowed, breaker.retry_after_ms()
+        return self.allowed
 
     def record(self, success: bool | None) -> bool:
         """None: of no meaning for the breaker. Whether attempts may go on."""
@@ -1077,10 +1092,17 @@ class BreakerFile:
             if success is not None:
                 breaker.record_success() if success else breaker.record_failure()
 
-        breaker = self.change(act)
-        self.probing = False
-        os.set_inheritable(self.probe, False)
-        lock_byte(self.probe, 1, F_UNLCK)
+        try:
+            return self.change(act)
+        finally:  # a daemon of the job's must not keep the right
+            self.probing = False
+            os.set_inheritable(self.probe, False)
+            lock_byte(self.probe, 1, F_UNLCK)
+
+    def closed(self) -> bool:
+        """By a look without the lock: a run does not wait for others between its attempts."""
+        breaker = self.load(self.file.read())
+        self.retry_after_ms = breaker.retry_after_ms()
         return breaker.state() == "closed"
 
 
@@ -1095,10 +1117,14 @@ class Metrics:
 
     def load(self, data: bytes | None) -> dict[str, float]:
         """The samples; ValueError if the file has others than ours."""
-        lines = [line for line in (data or b"").decode().splitlines() if not line.startswith("# ")]
-        samples = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-        if not {name.partition("{")[0] for name in samples} <= {name for name, *_ in METRICS}:
-            raise ValueError("not a metrics file of ours")
+        samples: dict[str, float] = {}
+        for line in filter(None, (data or b"").decode().split("\n")):
+            comment = line.startswith(("# HELP ", "# TYPE "))
+            if (line.split(" ")[2] if comment else line.partition("{")[0]) not in {name for name, *_ in METRICS}:
+                raise ValueError("not a metrics file of ours")
+            if not comment:
+                name, _, value = line.rpartition(" ")
+                samples[name] = float(value)
         return samples
 
     def update(self, values: dict[str, float]) -> None:
@@ -1128,17 +1154,21 @@ class IdempotencyStore:
     def __init__(self, path: str, key: str):
         import sqlite3
 
-        if os.stat(os.path.dirname(os.path.abspath(path))).st_mode & 0o002:
+        folder, name = os.path.split(path)
+        folder = os.path.realpath(folder)  # SQLite takes `link/..` for another one than the kernel does
+        path = os.path.join(folder, name)
+        if os.stat(folder).st_mode & 0o002:
             raise PermissionError(errno.EPERM, "others can write to its folder", path)  # and plant a journal
         fd = own_file(path, os.O_RDWR | os.O_CREAT)  # SQLite would follow a symlink, and create it for all to read
         begin = os.pread(fd, len(SQLITE), 0)
         os.close(fd)  # before SQLite has it: a later close would free its locks (POSIX)
         if begin not in (b"", SQLITE):
             raise ValueError("no SQLite database")  # a short one would be overwritten
-        self.key, self.row, self.run = key, 0, ""
+        self.path, self.key, self.row, self.state = path, key, 0, "new"
+        self.claimed = self.live = False  # the key is ours; its job may have been started
         self.lock = own_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
         self.busy = sqlite3.OperationalError
-        self.db = sqlite3.connect(os.path.abspath(path), timeout=0.1, isolation_level=None)
+        self.db = sqlite3.connect(path, timeout=0.1, isolation_level=None)
 
     def alone(self, action: "Callable[[], T]") -> "T":
         """Do it in a transaction that excludes all others."""
@@ -1149,60 +1179,55 @@ class IdempotencyStore:
             self.db.execute("COMMIT")
             return result
         except BaseException:
-            self.db.execute("ROLLBACK")
+            if not self.claimed:  # the row may be another key's next
+                self.hold(F_UNLCK)
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
             raise
 
-    def claim(self, rerun_unknown: bool) -> str:
-        """Take the key: "claimed", or why it may not run: succeeded, not_stored, running, unknown."""
-        if self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+    def hold(self, kind: int = F_WRLCK) -> bool:
+        return lock_byte(self.lock, self.row, kind)
+
+    def claim(self, rerun_unknown: bool) -> "tuple[str, Spool | None]":
+        """Take the key: "claimed", or why it may not run: succeeded (and its stdout), not_stored, running, unknown."""
+        if not os.stat(self.path).st_size:
             for statement in SCHEMA:
                 self.db.execute(statement)
         elif self.db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             raise ValueError("a database of another application")
-        find = "SELECT id, state, stored FROM runs WHERE key = ?"
+        find = "SELECT id, state, stdout_bytes FROM runs WHERE key = ?"
         if not self.db.execute(find, (self.key,)).fetchone():
             self.db.execute("INSERT INTO runs (key, state) VALUES (?, 'new')", (self.key,))
-        self.row, state, stored = self.db.execute(find, (self.key,)).fetchone()
-        if state == "succeeded":
-            return state if stored else "not_stored"
-        if not lock_byte(self.lock, self.row):
-            return "running"
-        if state in ("running", "unknown") and not rerun_unknown:
-            self.set_state("unknown")
-            lock_byte(self.lock, self.row, F_UNLCK)
-            return "unknown"
-        self.set_state("running")
-        os.set_inheritable(self.lock, True)
-        return "claimed"
+        self.row, self.state, size = self.db.execute(find, (self.key,)).fetchone()
+        if self.state == "succeeded":
+            stdout = self.output()
+            return (self.state, stdout) if stdout.size == size else ("not_stored", None)
+        if not self.hold():
+            return "running", None
+        if self.state == "running":
+            self.state = "unknown"
+        if self.state == "unknown" and not rerun_unknown:
+            self.hold(F_UNLCK)
+            return self.state, None
+        return "claimed", None
 
     def set_state(self, state: str, code: int | None = None, stdout: "Spool | None" = None) -> None:
-        size, stored = (stdout.size, stdout.size <= STORED_BYTES) if stdout else (None, False)
-        values = state, utc(time()), code, size, stored, self.row
-        self.db.execute(
-            "UPDATE runs SET state = ?, changed_at_utc = ?, exit_code = ?, stdout_bytes = ?, stored = ? WHERE id = ?", values
-        )
+        size = stdout.size if stdout else None
+        values = state, utc(time()), code, size, self.row
+        self.db.execute("UPDATE runs SET state = ?, changed_at_utc = ?, exit_code = ?, stdout_bytes = ? WHERE id = ?", values)
         self.db.execute("DELETE FROM chunks WHERE run = ?", (self.row,))
-        for number, offset in enumerate(range(0, stdout.size, CHUNK) if stdout and stored else ()):
-            data = os.pread(stdout.file, min(CHUNK, stdout.size - offset), offset) if stdout else b""
-            self.db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (self.row, number, data))
+        if stdout and stdout.size <= STORED_BYTES:
+            for number, offset in enumerate(range(0, stdout.size, CHUNK)):
+                data = os.pread(stdout.file, min(CHUNK, stdout.size - offset), offset)
+                self.db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (self.row, number, data))
 
     def output(self) -> "Spool":
-        """The stdout of the run that succeeded."""
+        """What is stored of the stdout of the run that succeeded."""
         spool = Spool()
         for (data,) in self.db.execute("SELECT data FROM chunks WHERE run = ? ORDER BY number", (self.row,)):
             write_all(spool.file, data)
             spool.size += len(data)
         return spool
-
-
-def opened(store: "Callable[..., T]", path: str | None, *more: object) -> "T | None":
-    """Nothing without a path. Ending: it is of no use, which is found before the job starts."""
-    if path is None:
-        return None
-    try:
-        return store(path, *more)
-    except Exception as error:
-        raise Ending(ERROR, event("wrapper_error", kind=type(error).__name__, file=path)) from error
 
 
 # ---- the run
@@ -1222,7 +1247,7 @@ class Run:
             pid = str(os.getpid())
         self.id, self.key, self.state = os.urandom(16).hex(), options.idempotency_key, "new"
         self.began, self.attempts_made = monotonic(), 0
-        self.claimed = self.refused = self.breaker_open = False
+        self.refused = self.breaker_open = False
         self.measures: dict[str, object] = {}  # what the log gets with the next event
         self.silenced: set[str] = set()  # files that failed
         self.environment = {
@@ -1237,10 +1262,19 @@ class Run:
         if self.key is not None:
             self.environment[b"RETRY_WRAPPER_IDEMPOTENCY_KEY"] = os.fsencode(self.key)
         task = os.path.basename(command[0]) if options.task is None else options.task
-        self.log = opened(EventLog, options.event_log, self.pause)
-        self.metrics = opened(Metrics, options.metrics_file, self.pause, task)
-        self.breaker = opened(BreakerFile, options.breaker, self.pause, options.breaker_failures, options.breaker_reset_ms)
-        self.store = opened(IdempotencyStore, options.idempotency_store, self.key)
+        self.log = self.opened(EventLog, options.event_log, self.pause)
+        self.metrics = self.opened(Metrics, options.metrics_file, self.pause, task)
+        self.breaker = self.opened(BreakerFile, options.breaker, self.pause, options.breaker_failures, options.breaker_reset_ms)
+        self.store = self.opened(IdempotencyStore, options.idempotency_store, self.key)
+
+    def opened(self, record: "Callable[..., T]", path: str | None, *more: object) -> "T | None":
+        """Nothing without a path. Ending: it is of no use, which is found before the job starts; or we are told to stop."""
+        try:
+            return None if path is None else record(path, *more)
+        except Exception as error:
+            if self.supervisor.stop:
+                raise Ending(128 + self.supervisor.stop, self.supervisor.interrupted()) from error
+            raise Ending(ERROR, event("wrapper_error", kind=type(error).__name__, file=str(path))) from error
 
     def run(self) -> int:
         """All of it, then the output: of the success, or the history of the failures. The exit code."""
@@ -1250,7 +1284,10 @@ class Run:
             self.ended(ending.code)
             raise
         self.ended(code)
-        self.supervisor.flush()  # what could not be recorded
+        try:
+            self.supervisor.flush(DELIVERY_S)  # what could not be recorded
+        except Ending:
+            pass  # nobody reads it; the run has ended
         return code
 
     def outcome(self) -> int:
@@ -1261,7 +1298,7 @@ class Run:
             code = ERROR
             self.tell("wrapper_error", kind=type(error).__name__)
         try:
-            self.settle_key(code, output[0] if output else None)
+            self.settle_key(code)
         except Exception as error:  # the next run of the key finds it unknown
             code, output = ERROR, None
             self.tell("wrapper_error", kind=type(error).__name__)
@@ -1316,7 +1353,7 @@ class Run:
             key = {} if self.key is None else {"key": self.key}
             line = json_line(time=utc(time()), run=self.id, **key, event=name, **fields)
             log = self.log
-            self.keep(self.options.event_log, lambda: log.add(line))
+            self.keep(self.options.event_log, lambda: log.add(line, name == "run_ended"))
 
     def tell(self, name: str, **fields: str | int) -> None:
         self.history.append(event(name, **fields))
@@ -1324,14 +1361,20 @@ class Run:
         self.measures = {}
 
     def in_store(self, action: "Callable[[], T]") -> "T":
-        """In a transaction, as soon as no other run is in one."""
+        """In a transaction, as soon as no other run is in one. After a stop signal a live key has DELIVERY_S to be settled."""
         assert self.store
-        give_up_at = monotonic() + LOCK_TAKES_S
+        began, stops = monotonic(), self.supervisor.stops
         while True:
             try:
                 return self.store.alone(action)
             except self.store.busy as error:
-                if "locked" not in str(error) or monotonic() >= give_up_at or (self.supervisor.stop and not self.claimed):
+                if "locked" not in str(error):
+                    raise
+                since, patience_s = began, LOCK_TAKES_S
+                if self.supervisor.stop:
+                    in_vain = not self.store.live or self.supervisor.stops > max(stops, 1)
+                    since, patience_s = max(began, self.supervisor.stopped_at), 0 if in_vain else DELIVERY_S
+                if monotonic() - since >= patience_s:
                     raise
             self.supervisor.serve(monotonic() + 0.02)
 
@@ -1340,36 +1383,54 @@ class Run:
         if not self.store:
             return None
         store = self.store
-        answer = self.in_store(lambda: store.claim(self.options.rerun_unknown))
-        self.claimed = answer == "claimed"
-        if self.claimed:
+        answer, stdout = self.in_store(lambda: store.claim(self.options.rerun_unknown))
+        self.state, store.claimed = store.state, answer == "claimed"
+        if store.claimed:
             return None
-        self.refused = answer != "succeeded"
+        self.refused = stdout is None
         self.supervisor.note(f"the key's earlier run: {answer}; nothing is started")
-        if not self.refused:
+        if stdout:
             self.note_in_log("returned_from_store")
-            return SUCCESS, (store.output(), Spool())
+            return SUCCESS, (stdout, Spool())
         name, code = REFUSALS[answer]
         self.tell(name)
         return code, None
 
-    def settle_key(self, code: int, stdout: Spool | None) -> None:
-        if self.claimed and self.store:
+    def mark_key_running(self) -> None:
+        """From here on a run that ends without a word leaves the key unknown."""
+        if self.store and not self.store.live:
             store = self.store
-            self.in_store(lambda: store.set_state(self.state, code, stdout))
+            self.in_store(lambda: store.set_state("running"))
+            store.live = True
+            os.set_inheritable(store.lock, True)
+
+    def settle_key(self, code: int, stdout: Spool | None = None) -> None:
+        """Write what is known of the key, once, and let it go: a daemon of the job's must not keep it."""
+        if self.store and self.store.live:
+            store = self.store
+            try:
+                self.in_store(lambda: store.set_state(self.state, code, stdout))
+                store.hold(F_UNLCK)
+            finally:
+                store.live = False
 
     def attempts(self) -> tuple[int, tuple[Spool, Spool] | None]:
         """The exit code, and a success's output."""
         stdin = os.devnull if self.options.stdin == "null" else ""
         if self.options.stdin == "replay":
             stdin = f"/proc/self/fd/{self.supervisor.read_input().file}"
-        self.budget_from, code, delay_ms = monotonic(), SUCCESS, 0
+        code, delay_ms = SUCCESS, 0
         for attempt in range(1, self.policy.max_attempts + 1):
             if not self.supervisor.wait(delay_ms) or (attempt > 1 and self.remaining_s() <= 0):
                 break  # told to stop, or stopped for longer than the wait
             if not self.breaker_allows():
                 return BREAKER_OPEN if attempt == 1 else code, None
             output = Spool(), Spool()
+            self.mark_key_running()
+            if self.supervisor.stop:
+                return 128 + self.supervisor.stop, None  # it came while we waited for another run: the job would not hear of it
+            if attempt == 1:
+                self.budget_from = monotonic()
             code, next_ms = self.attempt(attempt, stdin, *output)
             if not self.supervisor.failed:
                 return code, output
@@ -1379,19 +1440,34 @@ class Run:
         return code, None
 
     def breaker_allows(self) -> bool:
+        """Whether an attempt may go. Only the first one waits for other runs."""
         if not self.breaker:
             return True
-        allowed, after_ms = self.breaker.allow()
+        if self.attempts_made:
+            self.ask_breaker(BreakerFile.closed)
+        else:
+            self.breaker_open = not self.breaker.allow()
         if self.breaker.damaged:
             self.tell("breaker_damaged")
             self.breaker.damaged = False
-        self.breaker_open = not allowed
-        if not allowed:
+        if self.breaker_open:
+            after_ms = self.breaker.retry_after_ms
             self.supervisor.note(f"the circuit breaker is open: a probe may go in {after_ms} ms")
             if not self.attempts_made:
                 self.refused = True
                 self.tell("circuit_open", retry_after_ms=after_ms)
-        return allowed
+        return not self.breaker_open
+
+    def ask_breaker(self, question: "Callable[[BreakerFile], bool]") -> bool:
+        """Whether it is closed; as it was, if that cannot be known."""
+        if self.breaker:
+            breaker = self.breaker
+
+            def ask() -> None:
+                self.breaker_open = not question(breaker)
+
+            self.keep(self.options.breaker, ask)
+        return not self.breaker_open
 
     def remaining_s(self) -> float:
         """What is left of the budget."""
@@ -1407,8 +1483,13 @@ class Run:
         before, self.state = self.state, "unknown"
         try:
             result, failure = self.supervisor.attempt(self.command, self.environment, stdin, out, err, limit_s)
-        except NotStarted as error:
-            self.state = before
+        except (NotStarted, OSError) as error:
+            if not self.supervisor.group:
+                self.state = before
+                for spool in (out, err):
+                    os.close(spool.file)  # the store may lack descriptors now
+            if isinstance(error, OSError):
+                raise
             self.record_in_breaker(None)
             self.tell("launch_error", **where, kind=error.kind, retrying=False)
             return error.code, None
@@ -1420,10 +1501,13 @@ class Run:
         if self.supervisor.failed:
             os.close(out.file)
             return self.failed(where, result, failure, err)
-        self.record_in_breaker(True)
-        self.note(attempt, "succeeded")
-        self.note_in_log("attempt_succeeded", **where, returncode=0, **self.measures)
-        self.measures = {}
+        try:
+            self.settle_key(SUCCESS, out)  # first: of a run that is killed from here on it is known
+        finally:
+            self.record_in_breaker(True)
+            self.note(attempt, "succeeded")
+            self.note_in_log("attempt_succeeded", **where, returncode=0, **self.measures)
+            self.measures = {}
         return SUCCESS, None
 
     def failed(self, where: dict[str, int | str], result: int, failure: OSError | None, err: Spool) -> tuple[int, int | None]:
@@ -1462,14 +1546,7 @@ class Run:
 
     def record_in_breaker(self, success: bool | None) -> bool:
         """Whether attempts may go on."""
-        if self.breaker:
-            breaker = self.breaker
-
-            def record() -> None:
-                self.breaker_open = not breaker.record(success)
-
-            self.keep(self.options.breaker, record)
-        return not self.breaker_open
+        return self.ask_breaker(lambda breaker: breaker.record(success))
 
     def next_ms(self, attempt: int) -> int | None:
         """The wait before another attempt, if it is to follow."""

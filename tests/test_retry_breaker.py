@@ -192,12 +192,13 @@ def test_a_daemon_of_a_probe_does_not_keep_the_right(breaker: tuple[object, ...]
 DAMAGED = (
     b"",
     b"\0" * 80,
+    b"{",
     b'{"failures":2,"opened',
-    b"[]",
-    b"null",
+    b'{"failures":2,"opened' + b"\0" * 40,
+    b'{"failures":[]}\n',
     b'{"failures":"x","opened_at_ms":null}',
-    b"[" * 100_000,
-    b"\xff",
+    b'{"failures":' + b"[" * 100_000,
+    b'{"failures":\xff',
 )
 
 
@@ -207,6 +208,14 @@ def test_a_damaged_file_counts_as_closed(breaker: tuple[object, ...], content: b
     done = run_cli(*breaker, "--", "sh", "-c", "exit 65", code=65)
     assert done.stderr == event("breaker_damaged") + failed(65, max_attempts=1)
     assert saved()["failures"] == 0
+
+
+@pytest.mark.parametrize("content", (b"notes of mine\n", b"[]", b"null", b'{"name":1}', b"\0\0x", b" {", b"\xff", b"[" * 100_000), ids=len)
+def test_a_file_of_others_is_left_as_it_is(breaker: tuple[object, ...], content: bytes) -> None:
+    Path("breaker").write_bytes(content)
+    done = run_cli(*breaker, "--", "touch", "started", code=125)
+    assert done.stderr == event("wrapper_error", kind="ValueError", file="breaker")
+    assert Path("breaker").read_bytes() == content and not os.path.exists("started")
 
 
 def test_a_reboot_lets_a_probe_go(breaker: tuple[object, ...]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANG_S, PROBE, RETRY, Fifo, ended, event, failed, run_cli, send, started, state, until
+from conftest import HANG_S, PROBE, RETRY, Fifo, ended, event, failed, run_cli, send, started, state
 
 TIMED_OUT = {"returncode": 124, "timed_out": True}
 LIMITED = (RETRY, "--retry-code", "124", "--attempt-timeout-ms", "1200", "--initial-delay-ms", "0", "--max-attempts", "2")
@@ -164,14 +164,13 @@ def test_the_job_is_told_what_remains() -> None:
 
 
 def test_a_run_that_was_stopped_past_its_budget_ends_as_its_last_attempt_did(fifo: Fifo) -> None:
-    options = ("--retry-code", "75", "--initial-delay-ms", "1500", "--max-elapsed-ms", "4000")
+    options = ("--stream-stderr", "--retry-code", "75", "--initial-delay-ms", "2000", "--max-elapsed-ms", "6000")
     process = started(RETRY, *options, "--", *PROBE, fifo.path, "say:{attempt}", "exit:75")
-    assert fifo.until_gone() == ["1"]
-    until(lambda: not Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+    assert process.stderr and process.stderr.readline() == failed(75, 1, 2000)  # the wait has begun
     send(process.pid, signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(6)
     send(process.pid, signal.SIGCONT)
-    assert ended(process, 75).stderr == failed(75, 1, 1500)
+    assert ended(process, 75).stderr == b"" and fifo.until_gone() == ["1"]
 
 
 HINTS = (  # what the job does with the file, options, the next delay
