@@ -1561,7 +1561,7 @@ class Run:
     def deliver(self, output: tuple[Spool, Spool]) -> int:
         """Give our caller a success's stdout, then its stderr. The exit code: undelivered, it was none."""
         for outlet, spool in zip(self.supervisor.outlets, output, strict=True):
-            outlet.queue.append(spool)
+            outlet.queue += [spool] if spool.size else []
             self.supervisor.flush()
             failure = None if spool.whole and spool.sent == spool.size else outlet.failure
             try:

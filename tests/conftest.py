@@ -1,10 +1,12 @@
 """What all tests share: the scripts, a clean way to run them, and the far end of the probe's FIFO."""
 
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -147,6 +149,21 @@ def children(pid: int) -> list[int]:
 def until_backoff(pid: int) -> None:
     """Come back when a retry_command.py whose first attempt has begun waits for the next: it sleeps and has no child."""
     until(lambda: not children(pid) and state(pid) == "S")
+
+
+IMPATIENT = (  # retry_command.py, which waits no longer than half a second for a lock
+    *ISOLATED,
+    "-c",
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); import retry_command; retry_command.LOCK_TAKES_S = 0.5; "
+    "sys.exit(retry_command.main(sys.argv[1:]))",
+)
+
+
+def lock_of_another_run(path: str) -> int:
+    """Hold the lock that a run takes to write there, until the descriptor is closed."""
+    fd = os.open(path, os.O_RDWR)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqiq", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0, 0))
+    return fd
 
 
 def users(path: str) -> set[int]:

@@ -9,7 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANG_S, PROBE, RETRY_75, Fifo, ended, event, failed, needs_namespaces, run_cli, started, until
+from conftest import (
+    HANG_S,
+    IMPATIENT,
+    PROBE,
+    RETRY_75,
+    Fifo,
+    ended,
+    event,
+    failed,
+    lock_of_another_run,
+    needs_namespaces,
+    run_cli,
+    started,
+    until,
+)
 
 from retry_command import CircuitBreaker
 
@@ -210,7 +224,9 @@ def test_a_damaged_file_counts_as_closed(breaker: tuple[object, ...], content: b
     assert saved()["failures"] == 0
 
 
-@pytest.mark.parametrize("content", (b"notes of mine\n", b"[]", b"null", b'{"name":1}', b"\0\0x", b" {", b"\xff", b"[" * 100_000), ids=len)
+@pytest.mark.parametrize(
+    "content", (b"notes of mine\n", b"[]", b"null", b'{"name":1}', b"\0\0x", b" {", b"\xff", b"[" * 100_000), ids=len
+)
 def test_a_file_of_others_is_left_as_it_is(breaker: tuple[object, ...], content: bytes) -> None:
     Path("breaker").write_bytes(content)
     done = run_cli(*breaker, "--", "touch", "started", code=125)
@@ -273,3 +289,37 @@ def test_a_file_that_is_of_no_use(breaker: tuple[object, ...], tmp_path: Path) -
         assert done.stderr == event("wrapper_error", kind=kind, file="breaker")
         run_cli("rm", "-rf", "breaker", "breaker.lock")
     assert os.listdir() == [] and not (tmp_path / "elsewhere").exists()
+
+
+LOCKED = (*IMPATIENT, "--retry-code", "75", "--initial-delay-ms", "0", "--breaker", "breaker", "--breaker-reset-ms", "600000")
+
+
+def test_a_lock_that_another_holds_changes_nothing(fifo: Fifo) -> None:
+    writer = os.open(fifo.path, os.O_RDWR)  # no end of file between two attempts
+    process = started(*LOCKED, "--breaker-failures", "9", "--", *PROBE, fifo.path, "on:USR1=75", "say:{pid}", "wait")
+    job = int(fifo.line())
+    holder = lock_of_another_run("breaker.lock")
+    for attempt in (1, 2, 3):
+        os.kill(job, signal.SIGUSR1)
+        assert fifo.line() == "got SIGUSR1"
+        job = int(fifo.line()) if attempt < 3 else 0
+    told = event("wrapper_error", kind="TimeoutError", file="breaker")
+    assert ended(process, 75).stderr == told + failed(75, 1, 0) + failed(75, 2, 0) + failed(75, 3)
+    os.close(holder)
+    os.close(writer)
+
+
+def test_a_probe_whose_result_cannot_be_recorded_gives_its_right_back(breaker: tuple[object, ...], fifo: Fifo) -> None:
+    fail(breaker)
+    opened_ago(601)
+    daemon = 'echo $$ >"$0"; exec sleep 600'
+    job = (
+        f"setsid -f sh -c '{daemon}' daemon >/dev/null 2>&1; until [ -s daemon ]; do sleep 0.01; done; echo >{fifo.path}; sleep 1"
+    )
+    process = started(*LOCKED, "--", "sh", "-c", job)
+    fifo.line()
+    holder = lock_of_another_run("breaker.lock")
+    assert b"TimeoutError" in ended(process, 0).stderr
+    os.close(holder)
+    assert not is_open(breaker)
+    os.kill(int(Path("daemon").read_text()), signal.SIGKILL)

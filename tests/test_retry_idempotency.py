@@ -1,12 +1,15 @@
 """--idempotency-key and --idempotency-store: a key's work is done once, and what nobody knows is never guessed."""
 
+import contextlib
 import os
 import random
 import re
 import signal
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -19,10 +22,14 @@ from conftest import (
     Fifo,
     ended,
     event,
+    lock_of_another_run,
     needs_namespaces,
     run_cli,
     started,
+    state,
     until,
+    users,
+    without,
 )
 
 UNKNOWN, BUSY, NOT_STORED = (event(name) for name in ("outcome_unknown", "in_progress", "output_not_stored"))
@@ -177,9 +184,10 @@ def test_junk_is_left_as_it_is(store: tuple[object, ...], junk: bytes) -> None:
     assert Path("store").read_bytes() == junk
 
 
-def test_another_applications_database_is_left_as_it_is(store: tuple[object, ...]) -> None:
+@pytest.mark.parametrize("content", ("CREATE TABLE runs (id)", "PRAGMA application_id = 1234", "PRAGMA user_version = 1"))
+def test_another_applications_database_is_left_as_it_is(store: tuple[object, ...], content: str) -> None:
     with sqlite3.connect("store") as db:
-        db.execute("CREATE TABLE runs (id)")
+        db.execute(content)
     before = Path("store").read_bytes()
     done = run_cli(*store, "--", "touch", "started", code=125)
     assert done.stderr == event("wrapper_error", kind="ValueError") and Path("store").read_bytes() == before
@@ -262,3 +270,175 @@ REFUSED = (
 def test_refused(here: Path, options: tuple[object, ...]) -> None:
     run_cli(RETRY, "--retry-code", "75", *options, "--", "touch", "started", code=2)
     assert os.listdir() == []
+
+
+def until_reading(process: Popen[bytes], store: str = "store.lock") -> None:
+    """Come back when the run has its key and waits for its input."""
+    until(lambda: process.pid in users(os.path.realpath(store)) and state(process.pid) == "S" and rows("SELECT id FROM runs"))
+    time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Another run's transaction, which never ends."""
+    db = sqlite3.connect("store", isolation_level=None)
+    db.execute("BEGIN EXCLUSIVE")
+    yield
+    db.close()
+
+
+def nothing_is_started(store: tuple[object, ...], how: str) -> None:
+    """A run that ends before its job begins."""
+    if how == "no program":
+        run_cli(*store, "--", "./no-such", code=127)
+    elif how == "breaker":
+        opening = ("--breaker", "b", "--breaker-failures", "1", "--max-attempts", "1")
+        run_cli(*RETRY_75, *opening, "--", "sh", "-c", "exit 75", code=69 if os.path.exists("b") else 75)
+        run_cli(*store, "--breaker", "b", "--", "touch", "started", code=69)
+    elif how == "no input":
+        run_cli(*store, "--stdin", "replay", "--", "touch", "started", code=125, preexec_fn=without(0))
+    elif how in ("stopped", "killed", "stopped at the store"):
+        process = started(*store, "--stdin", "replay", "--", "touch", "started", stdin=-1)
+        until_reading(process)
+        if how == "killed":
+            process.kill()
+            ended(process, -9)
+        elif how == "stopped":
+            process.terminate()
+            ended(process, 143)
+        else:
+            with locked():
+                assert process.stdin
+                process.stdin.close()
+                process.stdin = None
+                time.sleep(0.3)
+                process.terminate()
+                ended(process, 143)
+    assert not os.path.exists("started")
+
+
+NOTHING = ("no program", "breaker", "no input", "stopped", "killed", "stopped at the store")
+
+
+@pytest.mark.parametrize("how", NOTHING)
+def test_a_run_that_starts_nothing_changes_nothing(store: tuple[object, ...], how: str) -> None:
+    nothing_is_started(store, how)
+    assert rows("SELECT state FROM runs") == [("new",)]
+    run_cli(*store, "--", "sh", "-c", "kill -KILL $$", code=137)
+    run_cli(*store, "--", "false", code=125)
+    nothing_is_started((*store, "--rerun-unknown"), how)
+    assert run_cli(*store, "--", "touch", "started", code=125).stderr == UNKNOWN
+    assert run_cli(*store, "--rerun-unknown", "--", "echo", "x", code=0).stdout == b"x\n"
+
+
+def test_too_few_descriptors_leave_no_doubt(store: tuple[object, ...]) -> None:
+    """However far a run gets: what it could not start may be started later."""
+    codes = set()
+    for most in range(5, 32):
+        options = (*store, "--idempotency-key", f"k{most}")
+        codes.add(run_cli("prlimit", f"--nofile={most}", *options, "--", "touch", "started").returncode)
+        done = os.path.exists("started")
+        Path("started").unlink(missing_ok=True)
+        run_cli(*options, "--", "touch", "started", code=0)
+        assert os.path.exists("started") != done
+        Path("started").unlink(missing_ok=True)
+    assert {0, 125} <= codes
+
+
+def test_one_store_has_one_path(store: tuple[object, ...], fifo: Fifo) -> None:
+    """SQLite takes `link/..` for the current folder; the kernel does not."""
+    os.makedirs("real/sub")
+    os.symlink("real/sub", "link")
+    through = (*RETRY_75, "--idempotency-key", "k", "--idempotency-store", "link/../store")
+    process = started(*through, "--", *PROBE, fifo.path, "on:USR1=0", "say:{pid}", "wait")
+    job = int(fifo.line())
+    assert run_cli(*store[:-1], "real/store", "--", "touch", "second", code=75).stderr == BUSY
+    os.kill(job, signal.SIGUSR1)
+    ended(process, 0)
+    assert not os.path.exists("store") and os.stat("real/store").st_mode & 0o777 == 0o600
+
+
+def test_a_claim_that_waits_holds_nothing(store: tuple[object, ...]) -> None:
+    """While it waits for a reader, its row is not there, and the number of it is another key's."""
+    run_cli(*store, "--", "true", code=0)
+    reader = sqlite3.connect("store", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM runs").fetchall()
+    waiting = started(*store, "--idempotency-key", "waits", "--", "echo", "waited")
+    writer = sqlite3.connect("store", isolation_level=None, timeout=0)
+
+    def none_tries() -> bool:
+        try:
+            writer.execute("BEGIN IMMEDIATE")
+            writer.execute("ROLLBACK")
+            return True
+        except sqlite3.OperationalError:
+            return False
+
+    def stopped_between_two_tries() -> bool:
+        until(none_tries)
+        waiting.send_signal(signal.SIGSTOP)
+        until(lambda: state(waiting.pid) == "T")
+        if none_tries():
+            return True
+        waiting.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+        return False
+
+    until(lambda: waiting.pid in users(os.path.realpath("store.lock")))
+    time.sleep(0.5)
+    until(stopped_between_two_tries)
+    reader.execute("ROLLBACK")
+    assert run_cli(*store, "--idempotency-key", "other", "--", "echo", "x", code=0).stdout == b"x\n"
+    waiting.send_signal(signal.SIGCONT)
+    assert ended(waiting, 0).stdout == b"waited\n"
+
+
+def test_a_daemon_of_a_run_that_ended_does_not_hold_its_key(store: tuple[object, ...]) -> None:
+    daemon = 'echo $$ >"$0"; exec sleep 600'
+    start = f"setsid -f sh -c '{daemon}' daemon >/dev/null 2>&1; until [ -s daemon ]; do sleep 0.01; done"
+    run_cli(*store, "--", "sh", "-c", f"{start}; exit 65", code=65)
+    assert run_cli(*store, "--", "echo", "x", code=0).stdout == b"x\n"
+    os.kill(int(Path("daemon").read_text()), signal.SIGKILL)
+
+
+def test_outputs_are_returned_while_others_write(store: tuple[object, ...]) -> None:
+    run_cli(*store, "--", "echo", "out", code=0)
+    more = [(*store, "--idempotency-key", f"k{number}") if number % 2 else store for number in range(40)]
+    runs = [started(*options, "--", "echo", "out") for options in more]
+    assert {ended(run, 0).stdout for run in runs} == {b"out\n"}
+
+
+def test_an_output_that_is_gone_is_not_an_empty_one(store: tuple[object, ...]) -> None:
+    run_cli(*store, "--", "echo", "out", code=0)
+    rows("DELETE FROM chunks")
+    assert run_cli(*store, "--", "touch", "started", code=125).stderr == NOT_STORED and not os.path.exists("started")
+
+
+def test_a_success_is_recorded_before_all_else(store: tuple[object, ...], fifo: Fifo) -> None:
+    options = ("--breaker", "b", "--event-log", "log")
+    process = started(*store, *options, "--", *PROBE, fifo.path, "on:USR1=0", "out:out", "say:{pid}", "wait")
+    job = int(fifo.line())
+    holders = [lock_of_another_run(name) for name in ("b.lock", "log")]
+    os.kill(job, signal.SIGUSR1)
+    until(lambda: rows("SELECT state FROM runs") == [("succeeded",)])
+    assert process.poll() is None
+    process.kill()
+    ended(process, -9)
+    assert run_cli(*store, "--", "false", code=0).stdout == b"out" and holders
+
+
+@pytest.mark.parametrize("again", (False, True))
+def test_a_stop_signal_ends_the_wait_to_record(store: tuple[object, ...], fifo: Fifo, again: bool) -> None:
+    process = started(*store, "--", *PROBE, fifo.path, "on:TERM=0", "say:{pid}", "wait")
+    fifo.line()
+    with locked():
+        process.terminate()
+        assert fifo.until_gone() == ["got SIGTERM"]
+        begin = time.monotonic()
+        if again:
+            time.sleep(1.1)
+            process.terminate()
+        assert event("interrupted", kind="sigterm") in ended(process, 143).stderr
+    assert time.monotonic() - begin < (4.5 if again else 20)
+    assert run_cli(*store, "--", "false", code=125).stderr == UNKNOWN

@@ -1,18 +1,33 @@
 """The event log and the metrics: what many runs at once write is whole, and never changes what comes of a run."""
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import signal
-import struct
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROBE, RETRY_75, ROOT, UNSHARE, Fifo, ended, event, failed, needs_namespaces, run_cli, send, started
+from conftest import (
+    IMPATIENT,
+    PROBE,
+    RETRY_75,
+    ROOT,
+    UNSHARE,
+    Fifo,
+    ended,
+    event,
+    failed,
+    lock_of_another_run,
+    needs_namespaces,
+    run_cli,
+    send,
+    started,
+    until,
+    users,
+)
 
 import retry_command
 
@@ -26,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("here")
 def lines() -> list[dict[str, Any]]:
     content = Path("log").read_text()
     assert content.endswith("\n")
-    return [json.loads(line) for line in content.splitlines()]
+    return [json.loads(line) for line in content.split("\n")[:-1]]
 
 
 def test_every_event_of_a_run() -> None:
@@ -148,7 +163,7 @@ def test_a_folder_that_cannot_be_written_is_found_first(here: Path, option: str)
 
 
 def samples() -> dict[str, float]:
-    pairs = (line.rpartition(" ") for line in Path("m.prom").read_text().splitlines() if not line.startswith("#"))
+    pairs = (line.rpartition(" ") for line in Path("m.prom").read_bytes().decode().split("\n")[:-1] if not line.startswith("#"))
     return {name: float(value) for name, _, value in pairs}
 
 
@@ -183,7 +198,16 @@ def test_refused_runs_and_an_open_breaker() -> None:
     assert samples()['retry_command_breaker_open{task="sh"}'] == 1
 
 
-TASKS = (("a b", "a b"), ('a"b\\c', r"a\"b\\c"), ("a\nb", r"a\nb"), ("ü", "ü"), (b"\xff", "\ufffd"), ("{} 1", "{} 1"), ("", ""))
+TASKS = (
+    ("a b", "a b"),
+    ('a"b\\c', r"a\"b\\c"),
+    ("a\nb", r"a\nb"),
+    ("ü", "ü"),
+    (b"\xff", "\ufffd"),
+    ("{} 1", "{} 1"),
+    ("", ""),
+    *((mark, mark) for mark in "\r\v\f\x1c\x85\u2028"),
+)
 
 
 @pytest.mark.parametrize(("task", "label"), TASKS)
@@ -215,7 +239,20 @@ def test_the_readme_has_each_metric() -> None:
         assert f"| `{name}` | {kind} | {about.rstrip('.')} |" in readme
 
 
-@pytest.mark.parametrize("content", (b"my_metric 1\n", b"junk\n", b"\xff", b'retry_command_runs_total{task="x"} many\n'))
+OTHERS = (
+    b"my_metric 1\n",
+    b"junk\n",
+    b"\xff",
+    b'retry_command_runs_total{task="x"} many\n',
+    b"# a note\n",
+    b"# HELP\n",
+    b"# HELP my_metric Mine.\n",
+    b"# TYPE my_metric counter\n",
+    b"# EOF\n",
+)
+
+
+@pytest.mark.parametrize("content", OTHERS)
 def test_a_file_of_others_is_left_as_it_is(content: bytes) -> None:
     Path("m.prom").write_bytes(content)
     done = run_cli(*MEASURED, "--", "touch", "started", code=125)
@@ -250,9 +287,71 @@ def test_a_lock_that_another_holds_for_long_does_not_hold_a_stop_signal_up(fifo:
     file = "log" if option == "--event-log" else "m.prom.lock"
     process = started(*RETRY_75, option, file.removesuffix(".lock"), "--", *PROBE, fifo.path, "on:TERM=65", "say:ready", "wait")
     fifo.line()
-    holder = os.open(file, os.O_RDWR)
-    fcntl.fcntl(holder, fcntl.F_OFD_SETLK, struct.pack("hhqqiq", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0, 0))
+    holder = lock_of_another_run(file)
     process.terminate()
     told = ended(process, 143).stderr
     assert event("wrapper_error", kind="TimeoutError", file=file.removesuffix(".lock")) in told and failed(65) in told
     os.close(holder)
+
+
+@pytest.mark.parametrize(("option", "file"), (("--metrics-file", "m.prom"), ("--breaker", "b")))
+def test_a_new_file_in_the_way_that_is_not_ours_alone_is_left_as_it_is(option: str, file: str) -> None:
+    Path("other").write_text("mine\n")
+    os.link("other", f"{file}.new")
+    done = run_cli(*RETRY_75, option, file, "--", "sh", "-c", "exit 75")
+    assert b'"wrapper_error"' in done.stderr and Path("other").read_text() == "mine\n"
+    os.unlink("other")  # now it is what a killed run left
+    run_cli(*RETRY_75, option, file, "--", "sh", "-c", "exit 75", code=75)
+    assert os.path.exists(file) and not os.path.exists(f"{file}.new")
+
+
+def test_a_held_log_takes_nothing_of_the_budget() -> None:
+    run_cli(*LOGGED, "--", "true", code=0)
+    holder = lock_of_another_run("log")
+    options = ("--retry-code", "75", "--initial-delay-ms", "1", "--max-elapsed-ms", "20000", "--event-log", "log")
+    process = started(*RETRY_75[:1], *options, "--", "sh", "-c", "echo ran >>ran; exit 75")
+    until(lambda: os.path.exists("ran") and Path("ran").read_text() == "ran\n" * 3)
+    os.close(holder)
+    assert ended(process, 75).stderr == failed(75, 1, 1) + failed(75, 2, 2) + failed(75, 3)
+    assert [line["event"] for line in lines()][2:] == ["attempt_failed"] * 3 + ["run_ended"]
+
+
+@pytest.mark.parametrize("option", ("--metrics-file", "--breaker"))
+def test_a_stop_signal_during_the_wait_for_a_lock_starts_nothing(option: str) -> None:
+    run_cli(*RETRY_75, option, "file", "--", "true", code=0)
+    holder = lock_of_another_run("file.lock")
+    process = started(*RETRY_75, option, "file", "--", "touch", "started")
+    until(lambda: users(os.path.realpath("file.lock")))
+    process.terminate()
+    time.sleep(0.1)
+    os.close(holder)
+    assert ended(process, 143).stderr == event("interrupted", kind="sigterm") and not os.path.exists("started")
+
+
+def test_a_stop_signal_ends_the_wait_for_a_lock_that_stays() -> None:
+    run_cli(*MEASURED, "--", "true", code=0)
+    lock_of_another_run("m.prom.lock")
+    process = started(*MEASURED, "--", "touch", "started")
+    until(lambda: users(os.path.realpath("m.prom.lock")))
+    process.terminate()
+    assert ended(process, 143).stderr == event("interrupted", kind="sigterm") and not os.path.exists("started")
+
+
+@pytest.mark.parametrize("stop", (False, True))
+def test_a_record_that_fails_after_a_success_changes_nothing_where_nobody_reads(fifo: Fifo, stop: bool) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    os.write(writer, b"x" * (1 << 20))
+    os.set_blocking(writer, True)
+    options = ("--retry-code", "75", "--metrics-file", "m.prom")
+    process = started(*IMPATIENT, *options, "--", *PROBE, fifo.path, "on:USR1=0", "out:out", "say:{pid}", "wait", stderr=writer)
+    job = int(fifo.line())
+    lock_of_another_run("m.prom.lock")
+    os.kill(job, signal.SIGUSR1)
+    assert process.stdout and process.stdout.read(3) == b"out"
+    if stop:
+        time.sleep(1)  # the lock was waited for in vain
+        process.terminate()
+    assert ended(process).returncode == 0
+    os.close(reader)
+    os.close(writer)
