@@ -178,6 +178,14 @@ class NotStarted(Exception):
         self.code, self.kind = START_FAILURES.get(type(cause), (ERROR, "os_error"))
 
 
+class RecordFailed(Exception):
+    """A file that outlives a run is of no use, or could not be read or written."""
+
+    def __init__(self, cause: Exception, file: str):
+        super().__init__(cause, file)
+        self.cause, self.file = cause, file
+
+
 # ---- policy: no I/O
 
 
@@ -327,6 +335,13 @@ def event(name: str, **fields: str | int) -> bytes:
     return json_line(source="retry_wrapper", event=name, **fields)
 
 
+def wrapper_error(error: Exception) -> dict[str, int | str]:
+    """The fields of the event."""
+    if isinstance(error, RecordFailed):
+        return {"kind": type(error.cause).__name__, "file": error.file}
+    return {"kind": type(error).__name__}
+
+
 def attempt_events(cut: int, result: int, failure: OSError | None, next_ms: int | None) -> list[tuple[str, dict[str, int | str]]]:
     """What is told of an attempt that did not succeed: names and fields of events."""
     again: dict[str, int | str] = {"retrying": False} if next_ms is None else {"retrying": True, "next_delay_ms": next_ms}
@@ -336,7 +351,7 @@ def attempt_events(cut: int, result: int, failure: OSError | None, next_ms: int 
         events.append(("output_limit", again))
     elif result or not failure:
         events.append(("attempt_failed", {"returncode": result, **timed_out, **again}))
-    return [*events, ("wrapper_error", {"kind": type(failure).__name__})] if failure else events
+    return [*events, ("wrapper_error", wrapper_error(failure))] if failure else events
 
 
 # ---- process layer
@@ -1002,6 +1017,15 @@ class SharedFile:
     def __init__(self, path: str, mode: int, pause: "Callable[[float], bool]"):
         self.path, self.mode, self.pause = path, mode, pause
         self.lock = own_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
+        self.alone(self.check)
+
+    def alone(self, action: "Callable[[], None]") -> None:
+        alone(self.lock, action, self.pause)
+
+    def check(self) -> None:
+        """Whether it can be replaced, but for a full disk, which must not stop every job."""
+        os.close(own_file(f"{self.path}.new", os.O_WRONLY | os.O_CREAT))
+        os.unlink(f"{self.path}.new")
 
     def read(self) -> bytes | None:
         try:
@@ -1018,7 +1042,7 @@ class SharedFile:
             if new != old:
                 self.replace(new)
 
-        alone(self.lock, replace, self.pause)
+        self.alone(replace)
 
     def replace(self, data: bytes) -> None:
         """By rename(2): who reads it sees all of the old or of the new. A run that is killed leaves a .new for the next. No
@@ -1059,41 +1083,34 @@ class BreakerFile:
             self.damaged = True  # a loss of power must not stop every job: closed
         return breaker
 
-    def change(self, act: "Callable[[CircuitBreaker], object]") -> bool:
-        """Whether it is closed then."""
-
-        def changed(data: bytes | None) -> bytes:
-            breaker = self.load(data)
-            act(breaker)
-            self.is_closed, self.retry_after_ms = breaker.state() == "closed", breaker.retry_after_ms()
-            opened_at_ms = "null" if breaker.opened_at_ms is None else int(breaker.opened_at_ms)
-            return f'{{"failures":{breaker.failures},"opened_at_ms":{opened_at_ms},"boot_id":"{self.boot_id}"}}\n'.encode()
-
-        self.file.update(changed)
-        return self.is_closed
-
     def allow(self) -> bool:
         """Whether an attempt may go. Half-open, it has the probe right, as its job has."""
 
-        def ask(breaker: CircuitBreaker) -> None:
+        def ask() -> None:
+            breaker = self.load(self.file.read())
             self.probing = breaker.state() == "half-open" and lock_byte(self.probe, 1)
             breaker.probing = not self.probing
-            self.allowed = breaker.allow()
+            self.allowed, self.retry_after_ms = breaker.allow(), breaker.retry_after_ms()
 
-        self.change(ask)
+        self.file.alone(ask)
         os.set_inheritable(self.probe, self.probing)
         return self.allowed
 
     def record(self, success: bool | None) -> bool:
         """None: of no meaning for the breaker. Whether attempts may go on."""
 
-        def act(breaker: CircuitBreaker) -> None:
+        def change(data: bytes | None) -> bytes:
+            breaker = self.load(data)
             breaker.probing = self.probing
             if success is not None:
                 breaker.record_success() if success else breaker.record_failure()
+            self.is_closed, self.retry_after_ms = breaker.state() == "closed", breaker.retry_after_ms()
+            opened_at_ms = "null" if breaker.opened_at_ms is None else int(breaker.opened_at_ms)
+            return f'{{"failures":{breaker.failures},"opened_at_ms":{opened_at_ms},"boot_id":"{self.boot_id}"}}\n'.encode()
 
         try:
-            return self.change(act)
+            self.file.update(change)
+            return self.is_closed
         finally:  # a daemon of the job's must not keep the right
             self.probing = False
             os.set_inheritable(self.probe, False)
@@ -1113,7 +1130,7 @@ class Metrics:
         escaped = task.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self.label = f'task="{os.fsencode(escaped).decode("utf-8", "replace")}"'
         self.file = SharedFile(path, 0o644, pause)
-        self.update({})  # now it is known that this can be done
+        self.load(self.file.read())
 
     def load(self, data: bytes | None) -> dict[str, float]:
         """The samples; ValueError if the file has others than ours."""
@@ -1164,6 +1181,11 @@ class IdempotencyStore:
         os.close(fd)  # before SQLite has it: a later close would free its locks (POSIX)
         if begin not in (b"", SQLITE):
             raise ValueError("no SQLite database")  # a short one would be overwritten
+        for name in (f"{path}-journal", f"{path}-wal"):  # SQLite would wait for a FIFO
+            try:
+                os.close(own_file(name, os.O_RDONLY))
+            except FileNotFoundError:
+                pass
         self.path, self.key, self.row, self.state = path, key, 0, "new"
         self.claimed = self.live = False  # the key is ours; its job may have been started
         self.lock = own_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
@@ -1270,11 +1292,17 @@ class Run:
     def opened(self, record: "Callable[..., T]", path: str | None, *more: object) -> "T | None":
         """Nothing without a path. Ending: it is of no use, which is found before the job starts; or we are told to stop."""
         try:
-            return None if path is None else record(path, *more)
-        except Exception as error:
+            return None if path is None else self.using(path, lambda: record(path, *more))
+        except RecordFailed as error:
             if self.supervisor.stop:
                 raise Ending(128 + self.supervisor.stop, self.supervisor.interrupted()) from error
-            raise Ending(ERROR, event("wrapper_error", kind=type(error).__name__, file=str(path))) from error
+            raise Ending(ERROR, event("wrapper_error", **wrapper_error(error))) from error
+
+    def using(self, path: str, action: "Callable[[], T]") -> "T":
+        try:
+            return action()
+        except Exception as error:
+            raise RecordFailed(error, path) from error
 
     def run(self) -> int:
         """All of it, then the output: of the success, or the history of the failures. The exit code."""
@@ -1296,12 +1324,12 @@ class Run:
             code, output = self.admitted() or self.attempts()
         except Exception as error:
             code = ERROR
-            self.tell("wrapper_error", kind=type(error).__name__)
+            self.tell("wrapper_error", **wrapper_error(error))
         try:
             self.settle_key(code)
         except Exception as error:  # the next run of the key finds it unknown
             code, output = ERROR, None
-            self.tell("wrapper_error", kind=type(error).__name__)
+            self.tell("wrapper_error", **wrapper_error(error))
         self.supervisor.serve(monotonic())  # a stop signal may have come just now
         if output and self.supervisor.stop != signal.SIGINT:
             return self.deliver(output)
@@ -1338,10 +1366,10 @@ class Run:
         """Write a record. A failure is told and changes nothing; what held one up is not tried again."""
         try:
             if path not in self.silenced:
-                action()
-        except Exception as error:
+                self.using(path, action)
+        except RecordFailed as error:
             self.silenced.add(path)
-            self.told.append(event("wrapper_error", kind=type(error).__name__, file=path))
+            self.told.append(event("wrapper_error", **wrapper_error(error)))
 
     def pause(self, seconds: float) -> bool:
         """Wait, and whether we are told to stop."""
@@ -1363,12 +1391,12 @@ class Run:
     def in_store(self, action: "Callable[[], T]") -> "T":
         """In a transaction, as soon as no other run is in one. After a stop signal a live key has DELIVERY_S to be settled."""
         assert self.store
-        began, stops = monotonic(), self.supervisor.stops
+        alone, began, stops = self.store.alone, monotonic(), self.supervisor.stops
         while True:
             try:
-                return self.store.alone(action)
-            except self.store.busy as error:
-                if "locked" not in str(error):
+                return self.using(self.options.idempotency_store, lambda: alone(action))
+            except RecordFailed as error:
+                if not isinstance(error.cause, self.store.busy) or "locked" not in str(error.cause):
                     raise
                 since, patience_s = began, LOCK_TAKES_S
                 if self.supervisor.stop:
@@ -1446,7 +1474,7 @@ class Run:
         if self.attempts_made:
             self.ask_breaker(BreakerFile.closed)
         else:
-            self.breaker_open = not self.breaker.allow()
+            self.breaker_open = not self.using(self.options.breaker, self.breaker.allow)
         if self.breaker.damaged:
             self.tell("breaker_damaged")
             self.breaker.damaged = False
@@ -1571,7 +1599,7 @@ class Run:
             if isinstance(failure, ConnectionError):
                 return BROKEN_PIPE
             if failure:
-                self.told += [event("wrapper_error", kind=type(failure).__name__), output[1]]
+                self.told += [event("wrapper_error", **wrapper_error(failure)), output[1]]
                 self.supervisor.flush()
                 return ERROR
         return SUCCESS
@@ -1762,7 +1790,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         last = Ending(BROKEN_PIPE)
     except Exception as error:
-        last = Ending(ERROR, event("wrapper_error", kind=type(error).__name__))
+        last = Ending(ERROR, event("wrapper_error", **wrapper_error(error)))
     for number in watched & STOP_SIGNALS.keys():
         signal.signal(number, signal.SIG_DFL)  # a stuck stderr yields to a stop signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

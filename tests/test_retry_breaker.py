@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from conftest import (
+    CLEAN_ENV,
     HANG_S,
     IMPATIENT,
     PROBE,
     RETRY_75,
+    UNSHARE,
     Fifo,
     ended,
     event,
@@ -282,12 +284,15 @@ def test_a_file_that_is_of_no_use(breaker: tuple[object, ...], tmp_path: Path) -
         (lambda: os.mkdir("breaker"), "PermissionError"),
         (lambda: os.mkfifo("breaker"), "PermissionError"),
         (lambda: os.symlink(tmp_path / "elsewhere", "breaker.lock"), "OSError"),
+        (lambda: os.symlink(tmp_path / "elsewhere", "breaker.new"), "OSError"),
+        (lambda: os.mkfifo("breaker.new"), "OSError"),
+        (lambda: os.mkdir("breaker.new"), "IsADirectoryError"),
     )
     for make, kind in unusable:
         make()
         done = run_cli(*breaker, "--", "touch", "started", code=125)
         assert done.stderr == event("wrapper_error", kind=kind, file="breaker")
-        run_cli("rm", "-rf", "breaker", "breaker.lock")
+        run_cli("rm", "-rf", "breaker", "breaker.lock", "breaker.new")
     assert os.listdir() == [] and not (tmp_path / "elsewhere").exists()
 
 
@@ -323,3 +328,25 @@ def test_a_probe_whose_result_cannot_be_recorded_gives_its_right_back(breaker: t
     os.close(holder)
     assert not is_open(breaker)
     os.kill(int(Path("daemon").read_text()), signal.SIGKILL)
+
+
+@needs_namespaces
+def test_a_full_disk_stops_no_job(breaker: tuple[object, ...], here: Path) -> None:
+    fail(breaker)
+    Path("breaker").write_text(json.dumps({**saved(), "boot_id": "another"}))
+    script = 'mount -t tmpfs -o size=16k none "$1"; cp breaker "$1"; cd "$1"; cat /dev/zero >fill 2>&-; shift; "$@"'
+    os.mkdir("full")
+    done = run_cli(
+        *UNSHARE, "sh", "-c", script, "sh", "full", *breaker, "--", "echo", "x", code=0, env={**CLEAN_ENV, "TMPDIR": here}
+    )
+    assert done.stdout == b"x\n" and done.stderr in (b"", event("wrapper_error", kind="OSError", file="breaker"))
+
+
+def test_a_file_that_goes_away_in_the_middle_changes_nothing(here: Path) -> None:
+    os.mkdir("gone")
+    options = ("--breaker", "gone/breaker", "--metrics-file", "gone/m.prom")
+    job = "rm -rf gone; [ $RETRY_WRAPPER_ATTEMPT = 2 ] || exit 75; echo done"
+    done = run_cli(*RETRY_75, *options, "--", "sh", "-c", job, code=0)
+    assert done.stdout == b"done\n"
+    told = [event("wrapper_error", kind="FileNotFoundError", file=file) for file in ("gone/breaker", "gone/m.prom")]
+    assert done.stderr.splitlines(keepends=True) == told

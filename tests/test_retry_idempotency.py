@@ -190,7 +190,7 @@ def test_another_applications_database_is_left_as_it_is(store: tuple[object, ...
         db.execute(content)
     before = Path("store").read_bytes()
     done = run_cli(*store, "--", "touch", "started", code=125)
-    assert done.stderr == event("wrapper_error", kind="ValueError") and Path("store").read_bytes() == before
+    assert done.stderr == event("wrapper_error", kind="ValueError", file="store") and Path("store").read_bytes() == before
 
 
 def test_files_that_are_not_ours_alone(store: tuple[object, ...], tmp_path: Path) -> None:
@@ -210,6 +210,17 @@ def test_files_that_are_not_ours_alone(store: tuple[object, ...], tmp_path: Path
     os.chmod(".", 0o777)
     nothing_starts(store, "PermissionError")
     assert not (tmp_path / "elsewhere").exists() and not os.path.exists("store")
+
+
+@pytest.mark.parametrize("name", ("store-journal", "store-wal"))
+@pytest.mark.parametrize(("make", "kind"), (("mkfifo", "PermissionError"), ("mkdir", "PermissionError"), ("ln -s x", "OSError")))
+def test_a_journal_that_is_none(store: tuple[object, ...], name: str, make: str, kind: str) -> None:
+    for _ in range(2):
+        run_cli("sh", "-c", f"{make} {name}", code=0)
+        nothing_starts(store, kind)
+        assert os.path.lexists(name)
+        run_cli("rm", "-rf", name)
+        run_cli(*store, "--", "true", code=0)  # now there is a store
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -129,6 +129,7 @@ UNUSABLE = (  # what is in the way, the exception's name
     ("mkdir {}", "IsADirectoryError"),
     ("ln -s elsewhere {}", "OSError"),
     ("mkfifo {}", "PermissionError"),
+    ("ln -s /dev/null {}", "OSError"),
     ("touch other; ln other {}", "PermissionError"),
     ("touch {}; chown 12345 {}", "PermissionError"),
 )
