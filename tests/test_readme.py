@@ -132,14 +132,13 @@ def test_the_http_recipe(tmp_path: Path) -> None:
 
 
 def test_the_stores_queries(tmp_path: Path) -> None:
-    queries = re.findall(r'^sqlite3 demo.store "(.*)"$', README, re.MULTILINE)
-    assert len(queries) == 3
+    look, clean = re.findall(r'^sqlite3 demo.store "([^"]*)"$', README, re.MULTILINE)
     for key in ("old", "new"):
         options = ("--idempotency-key", key, "--idempotency-store", "demo.store")
         run_cli(RETRY, "--retry-code", "75", *options, "--", "echo", key, cwd=tmp_path, code=0)
     with sqlite3.connect(tmp_path / "demo.store") as db:
         db.execute("UPDATE runs SET changed_at_utc = '2025-12-31' WHERE key = 'old'")
-        assert [row[:2] for row in db.execute(queries[0])] == [("old", "succeeded"), ("new", "succeeded")]
-        for query in queries[1:]:
-            db.execute(query)
+        assert [row[:2] for row in db.execute(look)] == [("old", "succeeded"), ("new", "succeeded")]
+        db.commit()
+        db.executescript(clean)
         assert db.execute("SELECT key, (SELECT count(*) FROM chunks) FROM runs").fetchall() == [("new", 1)]
