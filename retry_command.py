@@ -89,7 +89,7 @@ METRICS = (  # name, type, help
     ("retry_command_runs_total", "counter", "Runs that ended, by result: success, failure, refused."),
     ("retry_command_attempts_total", "counter", "Attempts that were started."),
     ("retry_command_retries_total", "counter", "Attempts that were not the first of their run."),
-    ("retry_command_last_success_timestamp_seconds", "gauge", "When a run last succeeded."),
+    ("retry_command_last_success_timestamp_seconds", "gauge", "When a run last succeeded, 0 for never."),
     ("retry_command_last_run_timestamp_seconds", "gauge", "When a run last ended."),
     ("retry_command_last_run_duration_seconds", "gauge", "How long the last run took."),
     ("retry_command_last_exit_code", "gauge", "The exit code of the last run."),
@@ -1144,15 +1144,16 @@ class Metrics:
                 samples[name] = float(value)
         return samples
 
-    def update(self, values: dict[str, float]) -> None:
-        """Add to the counters, set the gauges: {'name' or 'name,label="value"': value}."""
+    def update(self, values: dict[str, float | None]) -> None:
+        """Add to the counters, set the gauges: {'name' or 'name,label="value"': value}. None: as it is, which is 0 at first."""
 
         def change(data: bytes | None) -> bytes:
             samples = self.load(data)
             for name, value in values.items():
                 metric, _, labels = name.partition(",")
                 sample = f"{metric}{{{self.label}{labels and ',' + labels}}}"
-                samples[sample] = value + (samples.get(sample, 0) if metric.endswith("_total") else 0)
+                before = samples.get(sample, 0) if value is None or metric.endswith("_total") else 0
+                samples[sample] = before + (value or 0)
             lines: list[str] = []
             for metric, kind, about in METRICS:
                 lines += [f"# HELP {metric} {about}", f"# TYPE {metric} {kind}"]
@@ -1345,7 +1346,7 @@ class Run:
     def ended(self, code: int) -> None:
         """For the records. They never change what comes of the run."""
         result = "refused" if self.refused else "failure" if code else "success"
-        values = {
+        values: dict[str, float | None] = {
             f'retry_command_runs_total,result="{name}"': float(name == result) for name in ("success", "failure", "refused")
         }
         values["retry_command_attempts_total"] = self.attempts_made
@@ -1354,8 +1355,7 @@ class Run:
         values["retry_command_last_run_duration_seconds"] = round(monotonic() - self.began, 3)
         values["retry_command_last_exit_code"] = code
         values["retry_command_breaker_open"] = self.breaker_open
-        if result == "success":
-            values["retry_command_last_success_timestamp_seconds"] = round(time(), 3)
+        values["retry_command_last_success_timestamp_seconds"] = round(time(), 3) if result == "success" else None
         if self.metrics:
             metrics = self.metrics
             self.keep(self.options.metrics_file, lambda: metrics.update(values))
@@ -1696,6 +1696,11 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([__doc__ or "", super().format_help(), "exit codes:", *codes, ""])
 
 
+def formatter(prog: str) -> argparse.HelpFormatter:
+    """Of a fixed width: to ask for the terminal's, argparse imports more than all else together, at each start."""
+    return argparse.HelpFormatter(prog, width=80)
+
+
 def whole_number(lowest: int, highest: int) -> "Callable[[str], int]":
     def parse_number(text: str) -> int:
         if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
@@ -1740,7 +1745,8 @@ def check_key(parser: Parser, options: argparse.Namespace) -> None:
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, left of the first `--`, and the command right of it, untouched; raises Ending for bad ones."""
-    parser = Parser(usage="%(prog)s --retry-code CODES [OPTIONS] -- COMMAND [ARG ...]", allow_abbrev=False, add_help=False)
+    usage = "%(prog)s --retry-code CODES [OPTIONS] -- COMMAND [ARG ...]"
+    parser = Parser(usage=usage, formatter_class=formatter, allow_abbrev=False, add_help=False)
     about = "exit codes worth another attempt, 1 to 124: 75, 69-71, TEMPFAIL (sysexits), or a list of these; repeatable, required"
     parser.add_argument("--retry-code", required=True, action="extend", type=codes, metavar="CODES", help=about)
     about = "signals whose death of the job is worth another attempt: KILL, or a list; repeatable"

@@ -488,6 +488,11 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([__doc__ or "", super().format_help(), "exit codes:", *codes, ""])
 
 
+def formatter(prog: str) -> argparse.HelpFormatter:
+    """Of a fixed width: to ask for the terminal's, argparse imports more than all else together, at each start."""
+    return argparse.HelpFormatter(prog, width=80)
+
+
 def whole_number(lowest: int, highest: int) -> "Callable[[str], int]":
     def parse_number(text: str) -> int:
         if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
@@ -500,7 +505,7 @@ def whole_number(lowest: int, highest: int) -> "Callable[[str], int]":
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, left of the first `--`, and the command right of it, untouched; raises Ending for bad ones."""
     usage = "%(prog)s --lock LOCK_FILE [OPTIONS] -- COMMAND [ARG ...]\n       %(prog)s --lock LOCK_FILE --status"
-    parser = Parser(usage=usage, allow_abbrev=False, add_help=False)
+    parser = Parser(usage=usage, formatter_class=formatter, allow_abbrev=False, add_help=False)
     add = parser.add_argument
     add("--lock", required=True, metavar="LOCK_FILE", help="the file whose lock decides, in a folder of its users")
     add("--wait-ms", type=whole_number(0, 604_800_000), default=0, metavar="N", help="wait for the lock, 0 to 604800000 ms")

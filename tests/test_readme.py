@@ -132,6 +132,7 @@ def test_the_http_recipe(tmp_path: Path) -> None:
 
 
 def test_the_stores_queries(tmp_path: Path) -> None:
+    assert "\n".join(retry_command.SCHEMA[1:]) in README
     look, clean = re.findall(r'^sqlite3 demo.store "([^"]*)"$', README, re.MULTILINE)
     for key in ("old", "new"):
         options = ("--idempotency-key", key, "--idempotency-store", "demo.store")

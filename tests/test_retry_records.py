@@ -190,6 +190,17 @@ def test_counters_go_on_from_run_to_run() -> None:
     assert os.stat("m.prom").st_mode & 0o777 == 0o644 and sorted(os.listdir()) == ["m.prom", "m.prom.lock"]
 
 
+def test_never_a_success_is_a_success_long_ago() -> None:
+    """Or no alert would ever fire."""
+    success = 'retry_command_last_success_timestamp_seconds{task="sh"}'
+    run_cli(*MEASURED, "--", "sh", "-c", "exit 65", code=65)
+    assert samples()[success] == 0
+    run_cli(*MEASURED, "--", "sh", "-c", "exit 0", code=0)
+    at_s = samples()[success]
+    run_cli(*MEASURED, "--", "sh", "-c", "exit 65", code=65)
+    assert samples()[success] == at_s > 0
+
+
 def test_refused_runs_and_an_open_breaker() -> None:
     breaker = (*MEASURED, "--breaker", "b", "--breaker-failures", "1")
     run_cli(*breaker, "--", "sh", "-c", "exit 75", code=75)
