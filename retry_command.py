@@ -155,6 +155,7 @@ LOCK_TAKES_S, HURRY_S = 30.0, 0.5  # many runs at once; in vain where one is sto
 DELIVERY_S = 5.0  # for a caller to take the output of a run that was told to stop
 DEATH_TAKES_S = 10.0  # from SIGKILL to the end of a process with much memory; in vain for one that hangs in the kernel
 CHUNK, BACKLOG = 1 << 20, 16 << 20  # bytes at a time; bytes of a shown stream that wait for a slow reader
+PIPE_SIZE = 1 << 18  # bytes; a quarter takes twice the time, and a user may have 64 MiB of them
 PTMX = os.makedev(5, 2)  # a pseudo-terminal's master: to open it again makes another one
 FOREVER = float("inf")
 JSON_ESCAPES = {number: f"\\u{number:04x}" for number in range(32)} | {
@@ -436,9 +437,12 @@ def hand_terminal(owner: int, heir: int) -> bool:
         os.close(tty)
 
 
-def stoppable(transfer: "Callable[[], object]", lent: bool) -> None:
+def stoppable(fd: int, transfer: "Callable[[], object]", lent: bool) -> None:
     """Read or write as one whom the terminal stops in the background: with a handler CPython tries again, for ever (PEP 475).
     While the terminal is lent to the job we are in the background for its sake, and write."""
+    if not os.isatty(fd):
+        transfer()
+        return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTTIN, signal.SIGTTOU)}
     try:
         for number, handler in handlers.items():
@@ -548,14 +552,19 @@ def start(command: list[str], environment: dict[bytes, bytes], stdin: str, out: 
 
 
 def pipe() -> tuple[int, int]:
-    """A big one, whose reading end does not block."""
+    """One whose reading end does not block."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(reader, False)
-    try:
-        fcntl(reader, F_SETPIPE_SZ, CHUNK)
-    except OSError:
-        pass  # the user's share of pipe memory is used up
     return reader, writer
+
+
+def enlarge(fd: int) -> None:
+    """A pipe for stdin or stdout: every time that one is full or empty costs two switches of context."""
+    try:
+        if fcntl(fd, F_GETPIPE_SZ) < PIPE_SIZE:
+            fcntl(fd, F_SETPIPE_SZ, PIPE_SIZE)
+    except OSError:
+        pass  # no pipe, or the user's share of pipe memory is used up
 
 
 class Spool:
@@ -680,6 +689,7 @@ class Supervisor:
         self.most_output = FOREVER if options.max_output_bytes is None else options.max_output_bytes
         self.verbose, self.streams = options.verbose, options.stream_stderr
         self.outlets = Outlet(1), Outlet(2)
+        enlarge(1)
         self.one_file = os.path.samestat(os.fstat(1), os.fstat(2))
         self.sources: dict[int, Spool] = {}  # by the descriptor that is read
         self.group = 0  # of the running attempt; its leader is the job, which is not reaped before the group is done with
@@ -705,6 +715,7 @@ class Supervisor:
 
     def read_input(self) -> Spool:
         """Our stdin, up to its end or a stop signal."""
+        enlarge(0)
         spool = self.sources[0] = Spool()
         self.poll.register(0, select.POLLIN)
         try:
@@ -723,6 +734,7 @@ class Supervisor:
         """One attempt, to its end and, if it did not succeed, that of all it started. Its return code, and what went wrong
         if its output was not kept whole or something of it could not be ended. Raises NotStarted."""
         pipes, stderr = (pipe(), pipe()), self.outlets[1]
+        enlarge(pipes[0][0])
         if self.streams:
             stderr.stream, err.dropping = err, stderr.failure is not None
         self.end, self.output, self.cut, self.has_term, self.failed = None, 0, 0, False, True
@@ -816,7 +828,7 @@ class Supervisor:
             ready = []  # the rest comes again, if a signal has not made it void
         for fd in ready:
             lent = bool(self.had_terminal and self.group)
-            stoppable(lambda fd=fd: outlets[fd].send() if fd in outlets else self.drain(fd), lent)  # type: ignore[misc]
+            stoppable(fd, lambda fd=fd: outlets[fd].send() if fd in outlets else self.drain(fd), lent)  # type: ignore[misc]
         now = monotonic()
         if now >= self.kill_at:
             self.note("the grace is over: SIGKILL")
