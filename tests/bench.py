@@ -293,8 +293,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         print(f"Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {os.uname().machine}, Linux {os.uname().release}")
-        start_up(7 if quick else 41)
-        bytes_through(1 if quick else 5, 256 * MIB if quick else GIB)
+        start_up(15 if quick else 41)
+        bytes_through(3 if quick else 5, 512 * MIB if quick else GIB)
         memory(2 if quick else 10)
         delays(5 if quick else 41)
         growth(1 if quick else 5, 32 * MIB if quick else GIB, 40 if quick else 200)
