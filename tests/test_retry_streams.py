@@ -11,6 +11,7 @@ import subprocess
 import tty
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fcntl import F_GETPIPE_SZ, F_SETPIPE_SZ, fcntl
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,15 @@ def test_what_the_file_has_already_stays(tmp_path: Path, mode: str) -> None:
         run_cli(*RETRY_75, "--", "sh", "-c", "echo y >&2; exit 65", stdout=log, stderr=log, code=65)
         log.write(b"after\n")
     assert (tmp_path / "log").read_bytes() == b"before\nx\n" + failed(65) + b"y\nafter\n"
+
+
+@pytest.mark.parametrize("size", (1 << 12, 1 << 20))
+def test_our_callers_pipe_never_gets_smaller(size: int) -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb") as ours, open(writer, "wb") as theirs:
+        fcntl(theirs, F_SETPIPE_SZ, size)
+        run_cli(*RETRY_75, "--", "echo", "done", code=0, stdout=theirs)
+        assert fcntl(ours, F_GETPIPE_SZ) >= size and os.read(reader, 9) == b"done\n"
 
 
 def test_both_streams_big_at_once(big: Path) -> None:
