@@ -35,6 +35,14 @@ def python3_is_ours(tmp_path_factory: pytest.TempPathFactory) -> None:
     CLEAN_ENV["PATH"] = f"{folder}:{CLEAN_ENV['PATH']}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def signals_are_those_of_a_terminals_shell() -> None:
+    """Also when the tests run by `&`, by nohup or in a service: what they ignore, all that they start would ignore."""
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # these CPython itself ignores
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
 CLEAN_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 
 
