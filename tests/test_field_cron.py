@@ -13,12 +13,13 @@ from private_host import BILL, FIELD, Host, host
 
 __all__ = ["host"]
 CRON = shutil.which("cron", path="/usr/sbin")
-pytestmark = [*FIELD, pytest.mark.skipif(not CRON, reason="needs cron")]
+pytestmark = [*FIELD, pytest.mark.skipif(not CRON or not shutil.which("chronic"), reason="needs cron and chronic")]
 BLOCK = "".join(re.findall(r"```crontab\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
 EVERY_5_MINUTES, DAILY = (line for line in BLOCK.splitlines() if not line.startswith("#"))
 BUSY = json_line(status="busy", reason="lock_held", lock="/run/bill.lock").decode()
 UNFILTERED = EVERY_5_MINUTES.partition(" 2>&1 | ")[0]
 SILENCED = f"{UNFILTERED} 2>/dev/null"
+CHRONIC = UNFILTERED.replace("/usr/local/bin/single_run.py", "chronic /usr/local/bin/single_run.py")
 
 
 def at_boot(line: str) -> str:
@@ -59,7 +60,7 @@ def runs(host: Host) -> int:
     return len(ran.read_text().splitlines()) if ran.exists() else 0
 
 
-@pytest.mark.parametrize(("line", "sent"), ((EVERY_5_MINUTES, []), (SILENCED, []), (UNFILTERED, [BUSY])))
+@pytest.mark.parametrize(("line", "sent"), ((EVERY_5_MINUTES, []), (SILENCED, []), (CHRONIC, []), (UNFILTERED, [BUSY])))
 def test_a_skipped_run(host: Host, line: str, sent: list[str]) -> None:
     host.program("opt/bill/job", "echo >>/run/ran")
     with host.write("run/bill.lock", "", 0o600).open() as lock:
