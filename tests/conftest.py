@@ -175,14 +175,14 @@ def lock_of_another_run(path: str) -> int:
 
 
 def users(path: str) -> set[int]:
-    """The other processes that have this file open."""
+    """The other processes that have this file open, under whatever name."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if os.readlink(link) == path:
+            if os.path.samefile(link, path):
                 found.add(int(link.parts[2]))
         except OSError:
-            pass  # it has just ended
+            pass  # it has just ended, or the file is not there yet
     return found - {os.getpid()}
 
 
