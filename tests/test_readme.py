@@ -10,7 +10,7 @@ from threading import Thread
 from types import ModuleType
 
 import pytest
-from conftest import DEMO, RETRY, ROOT, SINGLE, run_cli
+from conftest import DEMO, PYTHON, RETRY, ROOT, SINGLE, run_cli
 
 import retry_command
 import single_run
@@ -129,6 +129,15 @@ def test_the_http_recipe(tmp_path: Path) -> None:
                 assert f'"next_delay_ms":{delay_ms}}}'.encode() in done.stderr
         server.shutdown()
     assert run_cli(RETRY, "--retry-code", "75", "--initial-delay-ms", "1", "--", job, url, code=75).stdout == b""
+
+
+def test_the_decorator() -> None:
+    """The README's function with a body: what is raised is tried again."""
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    body = "\n    tried.append(1)\n    raise ConnectionError"
+    program = f"tried = []\n{block.replace(': ...', f':{body}').replace('max_attempts=5', 'max_attempts=5, initial_delay_ms=1')}"
+    end = run_cli(PYTHON, "-c", f"{program}try:\n    fetch()\nexcept ConnectionError:\n    print(len(tried))", cwd=ROOT, code=0)
+    assert end.stdout == b"5\n"
 
 
 def test_the_stores_queries(tmp_path: Path) -> None:
