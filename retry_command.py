@@ -1775,7 +1775,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-h", "--help", action=Show, nargs=0, help="show this and end")
     parser.add_argument("--version", action=Show, nargs=0, help="show the version and end")
     split = words.index("--") if "--" in words else len(words)
-    options, command = parser.parse_args(words[:split]), words[split + 1 :]
+    options, unknown = parser.parse_known_args(words[:split])
+    command = words[split + 1 :]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{'' if '--' in words else '; -- COMMAND is missing'}")
     if options.initial_delay_ms > options.max_delay_ms:
         parser.error("argument --initial-delay-ms: above --max-delay-ms")
     check_key(parser, options)

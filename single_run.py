@@ -521,7 +521,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("-h", "--help", action=Show, nargs=0, help="show this and end")
     add("--version", action=Show, nargs=0, help="show the version and end")
     split = words.index("--") if "--" in words else len(words)
-    options, command = parser.parse_args(words[:split]), words[split + 1 :]
+    options, unknown = parser.parse_known_args(words[:split])
+    command = words[split + 1 :]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{'' if '--' in words else '; -- COMMAND is missing'}")
     if not options.lock:
         parser.error("argument --lock: LOCK_FILE is empty")
     if options.status == bool(command):

@@ -1,8 +1,10 @@
 """The two scripts share no module, so what both must carry is written twice: word for word, or it would drift apart."""
 
 import ast
+from pathlib import Path
 
-from conftest import RETRY, SINGLE
+import pytest
+from conftest import RETRY, SINGLE, run_cli
 
 OWN = {"Ending", "Parser", "Show", "main", "parse", "start"}  # the same name for the same thing, done otherwise
 
@@ -40,3 +42,16 @@ def test_they_begin_alike() -> None:
         return [line for line in lines if not line.startswith(own) or "import signal" in line]
 
     assert head(RETRY.read_text(), RETRY.name) == head(SINGLE.read_text(), SINGLE.name)
+
+
+@pytest.mark.parametrize("options", ((RETRY, "--retry-code", "75"), (SINGLE, "--lock", "lock")))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    (
+        (("true", "a b"), b"unrecognized arguments: true a b; -- COMMAND is missing"),
+        (("--wait", "--", "true"), b"unrecognized arguments: --wait"),
+        ((), b"-- COMMAND is missing"),
+    ),
+)
+def test_forgotten_dashes(here: Path, options: tuple[Path | str, ...], words: tuple[str, ...], message: bytes) -> None:
+    assert run_cli(*options, *words, code=2).stderr.rstrip(b'"}\n').endswith(message)
