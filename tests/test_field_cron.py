@@ -16,7 +16,7 @@ CRON = shutil.which("cron", path="/usr/sbin")
 pytestmark = [*FIELD, pytest.mark.skipif(not CRON or not shutil.which("chronic"), reason="needs cron and chronic")]
 BLOCK = "".join(re.findall(r"```crontab\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
 EVERY_5_MINUTES, DAILY = (line for line in BLOCK.splitlines() if not line.startswith("#"))
-BUSY = json_line(status="busy", reason="lock_held", lock="/run/bill.lock").decode()
+BUSY = json_line(status="busy", reason="lock_held", lock="/run/bill/bill.lock").decode()
 UNFILTERED = EVERY_5_MINUTES.partition(" 2>&1 | ")[0]
 SILENCED = f"{UNFILTERED} 2>/dev/null"
 CHRONIC = UNFILTERED.replace("/usr/local/bin/single_run.py", "chronic /usr/local/bin/single_run.py")
@@ -30,6 +30,7 @@ def at_boot(line: str) -> str:
 def mails(host: Host, crontab: str, a_minute: bool = False) -> list[tuple[str, str]]:
     """Receivers and texts of the mails that were sent when all jobs of the start, and maybe of one minute, have ended."""
     host.folder("run/mail", 0o1777)
+    host.folder("run/bill", 0o700, BILL)
     host.folder("etc/cron.d", 0o755)
     host.write("etc/crontab", "")
     host.write("etc/cron.d/bill", f"{crontab}\n")
@@ -46,7 +47,7 @@ def mails(host: Host, crontab: str, a_minute: bool = False) -> list[tuple[str, s
         until((host.root / "run/begun").exists)
         if a_minute:
             time.sleep(60 - time.time() % 60)
-            until((host.root / "run/ran").exists)
+            until((host.root / "run/bill/ran").exists)
         until(lambda: not children(children(cron.pid)[0]))
     finally:
         cron.kill()
@@ -56,14 +57,16 @@ def mails(host: Host, crontab: str, a_minute: bool = False) -> list[tuple[str, s
 
 
 def runs(host: Host) -> int:
-    ran = host.root / "run/ran"
+    ran = host.root / "run/bill/ran"
     return len(ran.read_text().splitlines()) if ran.exists() else 0
 
 
 @pytest.mark.parametrize(("line", "sent"), ((EVERY_5_MINUTES, []), (SILENCED, []), (CHRONIC, []), (UNFILTERED, [BUSY])))
 def test_a_skipped_run(host: Host, line: str, sent: list[str]) -> None:
-    host.program("opt/bill/job", "echo >>/run/ran")
-    with host.write("run/bill.lock", "", 0o600).open() as lock:
+    host.program("opt/bill/job", "echo >>/run/bill/ran")
+    host.folder("run/bill", 0o700, BILL)
+    with host.write("run/bill/bill.lock", "", 0o644).open() as lock:
+        os.chown(lock.fileno(), BILL, BILL)
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert [text for _, text in mails(host, at_boot(line))] == sent
     assert runs(host) == 0
@@ -87,7 +90,7 @@ NOT_THERE = json_line(source="retry_wrapper", event="launch_error", attempt=1, m
 )
 def test_a_run(host: Host, line: str, job: str, attempts: int, sent: list[str]) -> None:
     if job:
-        host.program("opt/bill/job", f"echo >>/run/ran; {job}")
+        host.program("opt/bill/job", f"echo >>/run/bill/ran; {job}")
     sent = [text.replace('"busy","reason":"lock_held"', '"error","reason":"lock_parent_not_found"') for text in sent]
     assert mails(host, f"MAILTO=ops@example.org\n{at_boot(line)}") == [("ops@example.org", text) for text in sent]
     assert runs(host) == attempts
@@ -95,27 +98,27 @@ def test_a_run(host: Host, line: str, job: str, attempts: int, sent: list[str]) 
 
 @pytest.mark.parametrize("escaped", (True, False))
 def test_a_percent_sign(host: Host, escaped: bool) -> None:
-    """Also: this line's user is not root, and the lock is in a folder of its own."""
-    host.folder("run/bill", 0o700, BILL)
     host.program("opt/bill/report", 'echo "$(id -un): $*"')
     (sent,) = mails(host, at_boot(DAILY if escaped else DAILY.replace(r"\%", "%")))
     assert sent[0] == "bill"
     assert bool(re.fullmatch(r"bill: \d{4}-\d\d-\d\d\n", sent[1])) == escaped
-    assert (host.root / "run/bill/bill.lock").exists() == escaped
+    assert (host.root / "run/bill/report.lock").exists() == escaped
 
 
 def test_the_environment_is_crons(host: Host) -> None:
     """Nothing of who started cron, nothing of ours but the documented variables; and no XDG_RUNTIME_DIR."""
     both = UNFILTERED.replace("/opt/bill/job", "env")
-    assert mails(host, at_boot(f"{both} >/run/wrapped\n{at_boot('* * * * * root env >/run/bare')}")) == []
-    wrapped, bare = (dict(re.findall("(.*?)=(.*)\n", (host.root / "run" / name).read_text())) for name in ("wrapped", "bare"))
+    assert mails(host, at_boot(f"{both} >/run/bill/wrapped\n{at_boot('* * * * * bill env >/run/bill/bare')}")) == []
+    wrapped, bare = (
+        dict(re.findall("(.*?)=(.*)\n", (host.root / "run/bill" / name).read_text())) for name in ("wrapped", "bare")
+    )
     assert {name for name in wrapped if name.startswith("RETRY_WRAPPER_")} == wrapped.keys() - bare.keys()
     assert {name: wrapped[name] for name in bare} == bare
-    assert (bare["SHELL"], bare["HOME"], bare["LOGNAME"]) == ("/bin/sh", os.path.expanduser("~root"), "root")
+    assert (bare["SHELL"], bare["HOME"], bare["LOGNAME"]) == ("/bin/sh", "/", "bill")
     assert bare["PATH"] != CLEAN_ENV["PATH"] and not {"OURS", "LC_ALL", "XDG_RUNTIME_DIR"} & bare.keys()
 
 
 def test_at_a_real_minute(host: Host) -> None:
-    host.program("opt/bill/job", "echo >>/run/ran")
+    host.program("opt/bill/job", "echo >>/run/bill/ran")
     assert mails(host, EVERY_5_MINUTES.replace("*/5", "*"), a_minute=True) == []
     assert runs(host)

@@ -120,6 +120,12 @@ def test_etcdctl_hides_exit_codes_and_the_recipe_keeps_them(all_hosts: Path, end
     assert os.listdir(all_hosts.parent) == ["all_hosts"]
 
 
+def test_etcd_does_not_answer(all_hosts: Path) -> None:
+    """Without a word of "busy"; with the command's time-out of 5 s."""
+    run = on(A, all_hosts, "bill", "touch", all_hosts.with_name("ran"), ETCDCTL_ENDPOINTS="http://10.0.0.1:9")
+    assert ended(run, 69).stderr and os.listdir(all_hosts.parent) == ["all_hosts"]
+
+
 def test_no_lock_is_75_and_nothing_starts(all_hosts: Path, fifo: Fifo, fifo_of_next: Fifo) -> None:
     holder = on(A, all_hosts, "busy", *job("a", fifo))
     _, pid = begun(fifo, "a")
@@ -130,7 +136,7 @@ def test_no_lock_is_75_and_nothing_starts(all_hosts: Path, fifo: Fifo, fifo_of_n
     send(etcdctl_of(holder), signal.SIGTERM)  # and to one that has the lock
     limited = re.sub(r"(timeout.*) 60 ", r"\1 0.2 ", all_hosts.read_text())
     assert limited != all_hosts.read_text()
-    ended(on(B, "sh", "-c", limited, "all_hosts", "busy", *job("b", fifo_of_next), ETCDCTL_ENDPOINTS="http://10.0.0.9:2379"), 75)
+    ended(on(B, "sh", "-c", limited, "all_hosts", "busy", *job("b", fifo_of_next)), 75)
     send(pid, signal.SIGUSR1)
     assert fifo.until_gone() == ["got SIGUSR1"]
     ended(holder, 0)

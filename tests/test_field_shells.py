@@ -64,7 +64,7 @@ def test_recipes(shell: str, host: Host) -> None:
     host.program("usr/local/bin/pg_dump", "seq 3")
     host.program("usr/local/bin/curl", f'{said}; [ "$RETRY_WRAPPER_ATTEMPT" = 2 ] || exit 28')
     recipes = "\n".join(re.findall(r"Recipes:\n\n```sh\n(.*?)```", README, re.DOTALL))
-    end = host.run(shell, "-c", f"{STRICT[shell]}\n{recipes}", code=0)
+    end = host.run(shell, "-c", f"{STRICT[shell]}\ncd /run\n{recipes}", code=0)
     assert (end.stdout, end.stderr) == (b"", b"")
     curl = "curl -fsS https://example.org/ \n"
     jobs = "job  \n", "upload  1,2,3,\n", 2 * "job  \n", 2 * curl, 2 * "job  \n", "report  \nimport  \njob  \n"

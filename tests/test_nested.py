@@ -132,3 +132,15 @@ def test_a_daemon_of_the_job_holds_the_lock(here: Path, fifo: Fifo) -> None:
     fifo.line()
     assert not second_run_starts(fifo)
     kill_job_until_free(fifo)
+
+
+@pytest.mark.parametrize("inner", ((), (RETRY, "--retry-code", "75", "--max-attempts", "1", "--")), ids=("alone", "with a retry"))
+def test_what_a_script_has_started_ends_with_it_under_a_retry_only(here: Path, fifo: Fifo, inner: tuple[Path | str, ...]) -> None:
+    """TERM to single_run.py goes to the command; its children keep the lock, unless retry_command.py ends all of them."""
+    script = ("sh", "-c", '"$@" & wait', "sh", *PROBE, fifo.path, "say:{pid}", "wait")
+    run = started(SINGLE, "--lock", "lock", "--", *inner, *script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pid = int(fifo.line())
+    run.send_signal(TERM)
+    ended(run, 143)
+    assert (state(pid) == "Z") == bool(inner)
+    single("lock", "true", code=0 if inner else 75)

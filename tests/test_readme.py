@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import socket
 import sqlite3
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,7 +11,7 @@ from threading import Thread
 from types import ModuleType
 
 import pytest
-from conftest import DEMO, PYTHON, RETRY, ROOT, SINGLE, run_cli
+from conftest import CLEAN_ENV, DEMO, PYTHON, RETRY, ROOT, SINGLE, run_cli
 
 import retry_command
 import single_run
@@ -129,6 +130,18 @@ def test_the_http_recipe(tmp_path: Path) -> None:
                 assert f'"next_delay_ms":{delay_ms}}}'.encode() in done.stderr
         server.shutdown()
     assert run_cli(RETRY, "--retry-code", "75", "--initial-delay-ms", "1", "--", job, url, code=75).stdout == b""
+
+
+def test_the_http_recipe_cleans_up_when_it_is_stopped(tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"```sh\n(#!/bin/sh\n# http_get.*?)```", README, re.DOTALL)
+    (tmp_path / "files").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        env = {**CLEAN_ENV, "TMPDIR": str(tmp_path / "files")}
+        limit = ("--attempt-timeout-ms", "1000", "--max-attempts", "1")
+        end = run_cli(RETRY, "--retry-code", "75", *limit, "--", "sh", "-c", recipe, "sh", url, env=env, code=124)
+    assert b'"timed_out":true' in end.stderr
+    assert not list((tmp_path / "files").iterdir())
 
 
 def test_the_decorator() -> None:
