@@ -37,7 +37,7 @@ try:
     import os
     import select
     import stat
-    from fcntl import F_GETFL, F_GETPIPE_SZ, F_OFD_SETLK, F_SETPIPE_SZ, F_UNLCK, F_WRLCK, fcntl
+    from fcntl import F_DUPFD_CLOEXEC, F_GETFL, F_GETPIPE_SZ, F_OFD_SETLK, F_SETPIPE_SZ, F_UNLCK, F_WRLCK, fcntl
     from time import CLOCK_BOOTTIME, clock_gettime, gmtime, monotonic, sleep, strftime, time
 except KeyboardInterrupt:
     if __name__ != "__main__":
@@ -971,6 +971,15 @@ def own_file(path: str, flags: int) -> int:
     return fd
 
 
+def inherited_file(path: str, flags: int) -> int:
+    """own_file at 10 or higher, for a lock that a job may inherit: POSIX shells redirect 0 to 9 (`exec 3>log` would close it)."""
+    fd = own_file(path, flags)
+    try:
+        return fcntl(fd, F_DUPFD_CLOEXEC, 10)
+    finally:
+        os.close(fd)
+
+
 def lock_byte(fd: int, number: int, kind: int = F_WRLCK) -> bool:
     """An open-file-description lock (fcntl(2)) on one byte: who inherits the descriptor holds it too, and the end of its last
     holder frees it, whatever that dies of. False: another has it."""
@@ -1071,7 +1080,7 @@ class BreakerFile:
 
     def __init__(self, path: str, pause: "Callable[[float], bool]", failures: int, reset_ms: int):
         self.file, self.failures, self.reset_ms = SharedFile(path, 0o600, pause), failures, reset_ms
-        self.probe = own_file(f"{path}.lock", os.O_RDWR)  # apart from the other lock, as the job inherits it
+        self.probe = inherited_file(f"{path}.lock", os.O_RDWR)  # apart from the other lock, as the job inherits it
         self.probing = self.damaged = False
         with open("/proc/sys/kernel/random/boot_id") as file:
             self.boot_id = file.read().strip()
@@ -1201,7 +1210,7 @@ class IdempotencyStore:
                 pass
         self.path, self.key, self.row, self.state = path, key, 0, "new"
         self.claimed = self.live = False  # the key is ours; its job may have been started
-        self.lock = own_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
+        self.lock = inherited_file(f"{path}.lock", os.O_RDWR | os.O_CREAT)
         self.busy = sqlite3.OperationalError
         self.db = sqlite3.connect(path, timeout=0.1, isolation_level=None)
 

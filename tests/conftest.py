@@ -24,6 +24,8 @@ PYTHON = os.path.realpath(sys.executable)  # never a version manager's shim: it 
 ISOLATED = (PYTHON, "-IS")
 PROBE = (*ISOLATED, str(ROOT / "tests/probe.py"))
 RETRY_75 = (RETRY, "--retry-code", "75", "--initial-delay-ms", "0")  # three attempts without a wait
+# Before a job that uses all the descriptors that POSIX shells have numbers for.
+REDIRECTING = ("bash", "-c", 'exec 3>log 4>log 5>log 6>log 7>log 8>log 9>log; exec "$@"', "bash")
 HANG_S = 60  # only tells a hang from an end; nothing is measured with it
 
 

@@ -14,6 +14,7 @@ from conftest import (
     HANG_S,
     IMPATIENT,
     PROBE,
+    REDIRECTING,
     RETRY_75,
     UNSHARE,
     Fifo,
@@ -181,10 +182,13 @@ def test_a_probe_that_tells_nothing_lets_the_next_one_go(breaker: tuple[object, 
     assert saved()["failures"] == 2 and not is_open(breaker)
 
 
-def test_a_killed_probes_right_is_free_when_its_job_is_gone(breaker: tuple[object, ...], fifo: Fifo) -> None:
+@pytest.mark.parametrize("before", ((), REDIRECTING), ids=("", "redirecting"))
+def test_a_killed_probes_right_is_free_when_its_job_is_gone(
+    breaker: tuple[object, ...], fifo: Fifo, before: tuple[str, ...]
+) -> None:
     fail(breaker)
     opened_ago(601)
-    process = started(*breaker, "--", *PROBE, fifo.path, "say:{pid}", "wait")
+    process = started(*breaker, "--", *before, *PROBE, fifo.path, "say:{pid}", "wait")
     job = int(fifo.line())
     process.kill()
     process.wait(HANG_S)

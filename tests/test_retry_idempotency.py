@@ -16,6 +16,7 @@ import pytest
 from conftest import (
     HANG_S,
     PROBE,
+    REDIRECTING,
     RETRY,
     RETRY_75,
     UNSHARE,
@@ -114,8 +115,9 @@ def test_a_live_run(store: tuple[object, ...], fifo: Fifo) -> None:
     assert run_cli(*store, "--", "false", code=0).stdout == b"" and not os.path.exists("second")
 
 
-def test_a_killed_wrapper_whose_job_lives_is_live(store: tuple[object, ...], fifo: Fifo) -> None:
-    process = started(*store, "--", *PROBE, fifo.path, "say:{pid}", "wait")
+@pytest.mark.parametrize("before", ((), REDIRECTING), ids=("", "redirecting"))
+def test_a_killed_wrapper_whose_job_lives_is_live(store: tuple[object, ...], fifo: Fifo, before: tuple[str, ...]) -> None:
+    process = started(*store, "--", *before, *PROBE, fifo.path, "say:{pid}", "wait")
     job = int(fifo.line())
     process.kill()
     process.wait(HANG_S)

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN_ENV, HANG_S, PROBE, SINGLE, Fifo, ended, json_line, run_cli, single, started, state, until
+from conftest import CLEAN_ENV, HANG_S, PROBE, REDIRECTING, SINGLE, Fifo, ended, json_line, run_cli, single, started, state, until
 
 RECORD = re.compile(rb'\{"format_version":1,"owner_pid":([1-9][0-9]*),"acquired_at_utc":"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)"\}\n')
 EXAMPLE = b'{"format_version":1,"owner_pid":4711,"acquired_at_utc":"2026-10-19T00:00:00Z"}\n'
@@ -111,24 +111,10 @@ def test_busy_leaves_file_and_holder_alone(here: Path, fifo: Fifo) -> None:
     assert single("lock", "echo", "started", code=0).stdout == b"started\n"
 
 
-@pytest.mark.parametrize("before", ("", "exec 3>log 4>log 5>log 6>log 7>log 8>log 9>log; exec "))
-def test_the_lock_survives_the_wrapper(here: Path, fifo: Fifo, before: str) -> None:
-    holder = started(
-        SINGLE,
-        "--lock",
-        "lock",
-        "--",
-        "bash",
-        "-c",
-        f'{before}"$@"',
-        "_",
-        *PROBE,
-        fifo.path,
-        "say:{pid}",
-        "wait",
-        stdout=None,
-        stderr=None,
-    )
+@pytest.mark.parametrize("before", (("bash", "-c", '"$@"', "bash"), REDIRECTING), ids=("", "redirecting"))
+def test_the_lock_survives_the_wrapper(here: Path, fifo: Fifo, before: tuple[str, ...]) -> None:
+    words = ("say:{pid}", "wait")
+    holder = started(SINGLE, "--lock", "lock", "--", *before, *PROBE, fifo.path, *words, stdout=None, stderr=None)
     job = int(fifo.line())
     holder.kill()
     holder.wait(HANG_S)
