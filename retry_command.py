@@ -367,6 +367,15 @@ def fill_standard_descriptors() -> None:
             os.set_inheritable(os.open(os.devnull, contrary), True)  # open(2) takes the lowest free number: fd
 
 
+def open_private(path: str, flags: int) -> int:
+    """Open it, or create it with mode 0600 whatever the umask: one like 0277 would lock out every later run."""
+    mask = os.umask(0o077)
+    try:
+        return os.open(path, flags, 0o600)
+    finally:
+        os.umask(mask)
+
+
 def given_environment() -> dict[bytes, bytes]:
     """The environment as the kernel shows it: CPython may have added LC_CTYPE to its own (PEP 538)."""
     try:
@@ -963,7 +972,7 @@ def noted(_number: int, _frame: object) -> None:
 def own_file(path: str, flags: int) -> int:
     """Open or create a file that outlives us; PermissionError unless it is a regular one of ours, by its only name (or none, as
     another run has just replaced it)."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
+    fd = open_private(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
         os.close(fd)
@@ -1082,8 +1091,11 @@ class BreakerFile:
         self.file, self.failures, self.reset_ms = SharedFile(path, 0o600, pause), failures, reset_ms
         self.probe = inherited_file(f"{path}.lock", os.O_RDWR)  # apart from the other lock, as the job inherits it
         self.probing = self.damaged = False
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            self.boot_id = file.read().strip()
+        try:
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                self.boot_id = file.read().strip()
+        except FileNotFoundError:  # as under systemd's ProcSubset=pid
+            self.boot_id = ""
         self.load(self.file.read())
 
     def load(self, data: bytes | None) -> CircuitBreaker:
@@ -1096,7 +1108,7 @@ class BreakerFile:
         try:
             state = json.loads('{"failures": 0, "opened_at_ms": null}' if data is None else data)
             breaker.failures, opened_at_ms = int(state["failures"]), state["opened_at_ms"]
-            if opened_at_ms is not None and state["boot_id"] == self.boot_id:
+            if opened_at_ms is not None and len({state["boot_id"], self.boot_id} - {""}) < 2:
                 breaker.opened_at_ms = min(int(opened_at_ms), breaker.clock())
             elif opened_at_ms is not None:
                 breaker.opened_at_ms = breaker.clock() - self.reset_ms  # before the boot, for who knows how long

@@ -153,6 +153,15 @@ def fill_standard_descriptors() -> None:
             os.set_inheritable(os.open(os.devnull, contrary), True)  # open(2) takes the lowest free number: fd
 
 
+def open_private(path: str, flags: int) -> int:
+    """Open it, or create it with mode 0600 whatever the umask: one like 0277 would lock out every later run."""
+    mask = os.umask(0o077)
+    try:
+        return os.open(path, flags, 0o600)
+    finally:
+        os.umask(mask)
+
+
 def given_environment() -> dict[bytes, bytes]:
     """The environment as the kernel shows it: CPython may have added LC_CTYPE to its own (PEP 538)."""
     try:
@@ -249,7 +258,7 @@ def open_lock(options: argparse.Namespace) -> int:
         try:
             fd = os.open(options.lock, flags)  # fs.protected_regular forbids O_CREAT on another's file in a sticky folder
         except FileNotFoundError:
-            fd = os.open(options.lock, flags if options.status else flags | os.O_CREAT, 0o600)
+            fd = open_private(options.lock, flags if options.status else flags | os.O_CREAT)
         step, reasons = "lock_stat_failed", {}
         if not S_ISREG(os.fstat(fd).st_mode):
             raise failed("lock_not_regular_file", lock=options.lock)

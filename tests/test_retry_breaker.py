@@ -248,6 +248,20 @@ def test_a_reboot_lets_a_probe_go(breaker: tuple[object, ...]) -> None:
     assert not is_open(breaker)
 
 
+@needs_namespaces
+def test_without_a_boot_id_it_is_this_boot(breaker: tuple[object, ...]) -> None:
+    """In a /proc that has processes alone, as systemd's ProcSubset=pid makes it."""
+    bare = ("unshare", "--mount", "sh", "-c", 'mount -t proc -o subset=pid proc /proc && exec "$@"', "sh")
+    if run_cli(*bare, "true").returncode:
+        pytest.skip("needs Linux 5.8")
+    fail(breaker)
+    fail(breaker)
+    run_cli(*bare, *breaker, "--", "true", code=69)
+    opened_ago(601)
+    run_cli(*bare, *breaker, "--", "sh", "-c", "exit 75", code=75)
+    assert saved()["boot_id"] == "" and is_open(breaker)
+
+
 def test_a_time_in_the_future_is_now(breaker: tuple[object, ...]) -> None:
     fail(breaker)
     opened_ago(-10_000)

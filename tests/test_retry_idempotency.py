@@ -19,6 +19,7 @@ from conftest import (
     REDIRECTING,
     RETRY,
     RETRY_75,
+    UNPRIVILEGED,
     UNSHARE,
     Fifo,
     ended,
@@ -263,9 +264,21 @@ def test_a_success_that_cannot_be_recorded_is_unknown(store: tuple[object, ...])
 
 
 def test_only_we_can_read_it(store: tuple[object, ...]) -> None:
-    run_cli("sh", "-c", 'umask 0; "$@"', "sh", *store, "--", "true", code=0)
+    run_cli(*store, "--", "true", umask=0, code=0)
     assert {os.stat(name).st_mode & 0o777 for name in os.listdir()} == {0o600}
     assert sorted(os.listdir()) == ["store", "store.lock"]
+
+
+@pytest.mark.parametrize("umask", (0o022, 0o277, 0o777))
+def test_records_whatever_the_umask(store: tuple[object, ...], umask: int) -> None:
+    """The next run can open them, and its job has the caller's umask."""
+    others = ("--breaker", "b", "--event-log", "e", "--metrics-file", "m")
+    for key in ("one", "two"):
+        shown = run_cli(
+            *UNPRIVILEGED, *store, "--idempotency-key", key, *others, "--", "sh", "-c", "umask", umask=umask, code=0
+        ).stdout
+        assert int(shown, 8) == umask
+    assert {os.stat(name).st_mode & 0o777 for name in os.listdir() if name != "m"} == {0o600}
 
 
 REFUSED = (

@@ -10,7 +10,22 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN_ENV, HANG_S, PROBE, REDIRECTING, SINGLE, Fifo, ended, json_line, run_cli, single, started, state, until
+from conftest import (
+    CLEAN_ENV,
+    HANG_S,
+    PROBE,
+    REDIRECTING,
+    SINGLE,
+    UNPRIVILEGED,
+    Fifo,
+    ended,
+    json_line,
+    run_cli,
+    single,
+    started,
+    state,
+    until,
+)
 
 RECORD = re.compile(rb'\{"format_version":1,"owner_pid":([1-9][0-9]*),"acquired_at_utc":"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)"\}\n')
 EXAMPLE = b'{"format_version":1,"owner_pid":4711,"acquired_at_utc":"2026-10-19T00:00:00Z"}\n'
@@ -46,7 +61,7 @@ def looks(path: str) -> tuple[bytes, tuple[int, ...]]:
     return Path(path).read_bytes(), (look.st_ino, look.st_mode, look.st_nlink, look.st_size, look.st_mtime_ns, look.st_ctime_ns)
 
 
-@pytest.mark.parametrize("umask", (0o000, 0o022, 0o077))
+@pytest.mark.parametrize("umask", (0o000, 0o022, 0o077, 0o277, 0o777))
 def test_the_record(here: Path, umask: int) -> None:
     start_s = int(time.time())
     run = started(SINGLE, "--lock", "lock", "--", "cat", "lock", env={**CLEAN_ENV, "TZ": "Asia/Tokyo"}, umask=umask)
@@ -56,6 +71,8 @@ def test_the_record(here: Path, umask: int) -> None:
     acquired = datetime.strptime(found[2].decode(), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     assert start_s <= acquired.timestamp() <= time.time()
     assert Path("lock").read_bytes() == record and Path("lock").stat().st_mode & 0o7777 == 0o600
+    shown = run_cli(*UNPRIVILEGED, SINGLE, "--lock", "lock", "--", "sh", "-c", "umask", umask=umask, code=0).stdout
+    assert int(shown, 8) == umask
 
 
 def test_the_file_stays_and_the_next_run_takes_it_over(here: Path) -> None:
