@@ -122,7 +122,8 @@ def test_term_to_the_whole_tree_at_once(here: Path, fifo: Fifo, words: tuple[str
     end = ended(run, code)
     assert set(fifo.until_gone()) == ({"got SIGTERM"} if words and words != ("fork",) else set())
     interrupted, retried = (end.stderr.count(text) for text in (b'"event":"interrupted"', b'"retrying":true'))
-    assert (end.stdout, interrupted, retried) == ((b"", 1, 0) if code else (b"some", 0, 0))
+    assert (end.stdout, interrupted) == ((b"", 1) if code else (b"some", 0))
+    assert not retried or (order, words) == (-1, ("on:TERM=75",))  # a wrapper that is told later may see it fail first, and wait
     assert second_run_starts(fifo)
 
 
