@@ -111,7 +111,7 @@ def test_killed_while_starting(here: Path, fifo: Fifo, targets: str, number: sig
 @pytest.mark.parametrize("order", (1, -1), ids=("wrappers first", "job first"))
 @pytest.mark.parametrize(("words", "code"), TREES)
 def test_term_to_the_whole_tree_at_once(here: Path, fifo: Fifo, words: tuple[str, ...], code: int, order: int) -> None:
-    """systemd's control-group mode: no retry, no survivor, one clean end."""
+    """systemd's control-group mode: no survivor, one clean end. Told before its job, a wrapper tries nothing again."""
     run = nested(*PROBE, fifo.path, "out:some", *words, "say:ready", "wait")
     while fifo.line() != "ready":
         pass
@@ -120,10 +120,11 @@ def test_term_to_the_whole_tree_at_once(here: Path, fifo: Fifo, words: tuple[str
     for pid in tree(run.pid)[::order]:
         send(pid, TERM)
     end = ended(run, code)
-    assert set(fifo.until_gone()) == ({"got SIGTERM"} if words and words != ("fork",) else set())
+    assert set(fifo.until_gone()) - {"ready"} == ({"got SIGTERM"} if words and words != ("fork",) else set())
     interrupted, retried = (end.stderr.count(text) for text in (b'"event":"interrupted"', b'"retrying":true'))
-    assert (end.stdout, interrupted) == ((b"", 1) if code else (b"some", 0))
-    assert not retried or (order, words) == (-1, ("on:TERM=75",))  # a wrapper that is told later may see it fail first, and wait
+    assert end.stdout == (b"" if code else b"some")
+    if order > 0:  # else a wrapper that is slow to be told may have seen its job fail, and ended or begun to wait
+        assert (interrupted, retried) == (bool(code), 0)
     assert second_run_starts(fifo)
 
 
