@@ -3,11 +3,12 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RETRY, SINGLE, UNSHARE, needs_namespaces, run_cli
+from conftest import PROBE, RETRY, SINGLE, UNSHARE, Fifo, json_line, needs_namespaces, opened_fifo, run_cli
 
 BILL, STRANGER = 65533, 65534
 CRON_PATH = "/usr/bin:/bin"
@@ -18,6 +19,8 @@ needs_system_python = pytest.mark.skipif(
     subprocess.run(["sh", "-c", SYSTEM_PYTHON], check=False, capture_output=True).returncode != 0,
     reason="needs Python 3.10 or newer as /usr/bin/python3",
 )
+PROBE_THERE = ("/usr/bin/python3", "-IS", "/opt/probe.py", "/opt/fifo")
+BUSY = json_line(status="busy", reason="lock_held", lock="/run/bill/bill.lock")
 FIELD = [pytest.mark.field, needs_namespaces, needs_system_python]
 
 
@@ -30,6 +33,7 @@ class Host:
             (root / folder).mkdir(parents=True)
         for script in (RETRY, SINGLE):
             shutil.copy(script, root / "usr/local/bin")
+        shutil.copy(PROBE[-1], root / "opt")
         self.write("etc/passwd", Path("/etc/passwd").read_text() + f"bill:*:{BILL}:{BILL}::/:/bin/sh\n")
         self.write("etc/group", Path("/etc/group").read_text() + f"bill:*:{BILL}:\n")
         places = ("run", "opt", "usr/local/bin", "etc/passwd", "etc/group")
@@ -52,6 +56,14 @@ class Host:
         folder.chmod(mode)
         return folder
 
+    def opened_fifo(self) -> Iterator[Fifo]:
+        """What a probe of any user there (PROBE_THERE) writes to."""
+        path = self.root / "opt/fifo"
+        path.unlink(missing_ok=True)
+        for channel in opened_fifo(path):
+            path.chmod(0o666)
+            yield channel
+
     def command(self, *argv: Any) -> tuple[Any, ...]:
         mounts = "".join(f"mount --bind {source} {target} && " for source, target in self.mounts)
         return (*UNSHARE, "sh", "-c", f'{mounts}exec "$@"', "sh", *argv)
@@ -59,6 +71,16 @@ class Host:
     def run(self, *argv: Any, code: int | None = None) -> subprocess.CompletedProcess[bytes]:
         env = {"PATH": f"/usr/local/bin:{CRON_PATH}:/usr/sbin:/sbin", "LC_ALL": "C.UTF-8"}
         return run_cli(*self.command(*argv), code=code, env=env)
+
+
+def begun_with_a_child(fifo: Fifo) -> None:
+    """Come back when a probe with the words `fork ... say:begun` and its child have begun."""
+    assert sorted(fifo.line().split()[0] for _ in range(3)) == ["begun", "begun", "child"]
+
+
+def cgroup2() -> list[str]:
+    """Where it is mounted, if it is."""
+    return run_cli("findmnt", "--noheadings", "--types=cgroup2", "--output=TARGET").stdout.decode().split()
 
 
 @pytest.fixture

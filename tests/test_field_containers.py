@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CLEAN_ENV, PROBE, ROOT, Fifo, children, ended, event, failed, json_line, opened_fifo, run_cli, send, started
-from private_host import BILL, CRON_PATH, FIELD, Host
+from conftest import CLEAN_ENV, ROOT, Fifo, children, ended, event, failed, run_cli, send, started
+from private_host import BILL, BUSY, CRON_PATH, FIELD, PROBE_THERE, Host, begun_with_a_child, cgroup2
 
 pytestmark = FIELD
 SECTION = (ROOT / "README.md").read_text().partition("\n## Containers\n")[2].partition("\n## ")[0]
@@ -38,15 +38,6 @@ esac
 exec podman --root=/opt/podman --runroot=/run/podman --tmpdir=/run/libpod --storage-driver=vfs --cgroup-manager=cgroupfs \\
     --runtime=crun --events-backend=none "$@"
 """
-PROBE_THERE = ("/usr/bin/python3", "-IS", "/opt/probe.py", "/opt/fifo")
-BUSY = json_line(status="busy", reason="lock_held", lock="/run/bill/bill.lock")
-
-
-def image(host: Host) -> Host:
-    """The host, where the README's image can be run."""
-    host.folder("run/bill", 0o700, BILL)
-    host.write("opt/probe.py", Path(PROBE[-1]).read_text())
-    return host
 
 
 def entry(name: str, **fields: Any) -> tarfile.TarInfo:
@@ -61,9 +52,10 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The image is built, and `docker` is podman."""
     if not shutil.which("podman"):
         pytest.skip("needs podman")
-    host = image(Host(tmp_path_factory.mktemp("podman") / "host"))
+    host = Host(tmp_path_factory.mktemp("podman") / "host")
+    host.folder("run/bill", 0o700, BILL)
     host.program("usr/local/bin/docker", PODMAN)
-    for mounted in run_cli("findmnt", "--noheadings", "--types=cgroup2", "--output=TARGET").stdout.decode().split()[:1]:
+    for mounted in cgroup2()[:1]:
         host.mounts.append((mounted, "/sys/fs/cgroup"))
     with tarfile.open(host.root / "opt/base.tar", "w") as base:
         for name in ("opt", "run", "tmp", "usr/bin", "usr/lib", "usr/lib64", "usr/local/bin"):
@@ -85,7 +77,8 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> Host:
     if request.param == "podman":
         return request.getfixturevalue("podman")  # type: ignore[no-any-return]
-    bare = image(Host(tmp_path / "host"))
+    bare = Host(tmp_path / "host")
+    bare.folder("run/bill", 0o700, BILL)
     bare.program("usr/local/bin/docker", BARE)
     bare.program("usr/local/bin/job", 'echo "the job"')
     return bare
@@ -93,11 +86,7 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Host:
 
 @pytest.fixture
 def fifo(host: Host) -> Iterator[Fifo]:
-    path = host.root / "opt/fifo"
-    path.unlink(missing_ok=True)
-    for channel in opened_fifo(path):
-        path.chmod(0o666)
-        yield channel
+    yield from host.opened_fifo()
 
 
 def running(host: Host, *words: Any) -> subprocess.Popen[bytes]:
@@ -133,7 +122,7 @@ def test_exit_codes(host: Host, script: str, code: int, stderr: bytes) -> None:
 def test_stop(host: Host, fifo: Fifo) -> None:
     """Both processes of the job clean up, each is told once, and the next container runs."""
     container = running(host, *PROBE_THERE, "fork", "on:TERM=75", "say:begun", "wait")
-    assert sorted(fifo.line().split()[0] for _ in range(3)) == ["begun", "begun", "child"]
+    begun_with_a_child(fifo)
     stop(container)
     assert fifo.until_gone() == ["got SIGTERM"] * 2
     assert ended(container, 143).stderr == failed(75) + event("interrupted", kind="sigterm")
@@ -149,7 +138,7 @@ def test_orphans_are_reaped(host: Host) -> None:
 def test_two_at_once(host: Host, fifo: Fifo) -> None:
     """On one host with one volume; a container that is killed frees the lock, with no process left."""
     first = running(host, *PROBE_THERE, "fork", "ignore:TERM", "say:begun", "wait")
-    assert sorted(fifo.line().split()[0] for _ in range(3)) == ["begun", "begun", "child"]
+    begun_with_a_child(fifo)
     assert ended(running(host), 75).stderr == BUSY
     stop(first, signal.SIGKILL)
     ended(first)

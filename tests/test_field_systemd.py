@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CLEAN_ENV, PROBE, ROOT, Fifo, children, ended, failed, json_line, opened_fifo, run_cli, started, until
-from private_host import FIELD, Host
+from conftest import CLEAN_ENV, ROOT, Fifo, children, ended, failed, run_cli, started, until
+from private_host import BUSY, FIELD, PROBE_THERE, Host, begun_with_a_child, cgroup2
 
 SYSTEMD = "/lib/systemd/systemd"
 pytestmark = [*FIELD, pytest.mark.skipif(not os.path.exists(SYSTEMD), reason="needs systemd")]
@@ -21,9 +21,7 @@ STUBS = {f"{name}.target": "[Unit]\nDefaultDependencies=no\n" for name in ("sysi
 JOURNAL = ("systemd-journald.service", "systemd-journald.socket", "systemd-journald-dev-log.socket")
 STUBS["basic.target"] += "".join(f"Wants={unit}\n" for unit in JOURNAL)
 BY_HAND = ("setpriv", "--reuid=bill", "--regid=bill", "--clear-groups", "single_run.py", "--lock", "/run/bill/bill.lock", "--")
-PROBE_THERE = ("/usr/bin/python3", "-IS", "/usr/local/bin/probe.py", "/opt/fifo")
 EACH_SECOND = "*:*:*\nAccuracySec=1ms"
-BUSY = json_line(status="busy", reason="lock_held", lock="/run/bill/bill.lock")
 MOUNTS = "umount -R -l /sys/fs/cgroup && mount -t cgroup2 cgroup2 /sys/fs/cgroup && mount -t tmpfs tmpfs /run"
 BOOT = ("unshare", "--cgroup", "--ipc", "--uts", "sh", "-c", f'{MOUNTS} && exec "$@"', "sh", SYSTEMD, "--unit=basic.target")
 
@@ -37,7 +35,6 @@ class Machine:
         self.host.mounts.append((str(self.units), "/etc/systemd/system"))
         for place in ("/var/log", "/var/lib/systemd"):
             self.host.mounts.append((str(self.host.folder(place[1:], 0o755)), place))
-        self.host.write("usr/local/bin/probe.py", Path(PROBE[-1]).read_text())
         for name in JOURNAL:
             shutil.copy(f"/lib/systemd/system/{name}", self.units)
         for name, text in (STUBS | UNITS).items():
@@ -83,7 +80,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    mounted = run_cli("findmnt", "--noheadings", "--types=cgroup2", "--output=TARGET").stdout.decode().split()
+    mounted = cgroup2()
     if not mounted:
         pytest.skip("needs cgroup2")
     cgroup = Path(mounted[0]) / f"field-{os.getpid()}"
@@ -115,11 +112,7 @@ def machine(booted: Machine) -> Iterator[Machine]:
 
 @pytest.fixture
 def fifo(machine: Machine) -> Iterator[Fifo]:
-    path = machine.host.root / "opt/fifo"
-    path.unlink(missing_ok=True)
-    for channel in opened_fifo(path):
-        path.chmod(0o666)
-        yield channel
+    yield from machine.host.opened_fifo()
 
 
 def replaced(*pairs: tuple[str, str]) -> str:
@@ -148,7 +141,7 @@ def test_stop(machine: Machine, fifo: Fifo, mode: str) -> None:
     """Both processes of the job clean up, no attempt follows, and nothing is left."""
     machine.has(replaced(("KillMode=mixed", f"KillMode={mode}")), job="fork on:TERM=75 say:begun wait")
     machine.run("systemctl", "start", "--no-block", "bill.service")
-    assert sorted(fifo.line().split()[0] for _ in range(3)) == ["begun", "begun", "child"]
+    begun_with_a_child(fifo)
     machine.run("systemctl", "stop", "bill.service")
     assert set(fifo.until_gone()) == {"got SIGTERM"}
     assert machine.shows("ActiveState", "Result", "ExecMainStatus", "ControlGroup") == ["inactive", "success", "143", ""]
@@ -175,7 +168,7 @@ def test_mixed_reaches_the_job_once(machine: Machine, fifo: Fifo) -> None:
 def test_a_job_that_does_not_stop(machine: Machine, fifo: Fifo, old: str, new: str, shown: list[str]) -> None:
     machine.has(replaced((old, new)), job="ignore:TERM fork say:begun wait")
     machine.run("systemctl", "start", "--no-block", "bill.service")
-    assert sorted(fifo.line().split()[0] for _ in range(3)) == ["begun", "begun", "child"]
+    begun_with_a_child(fifo)
     machine.run("systemctl", "stop", "bill.service")
     assert fifo.until_gone() == []
     assert machine.shows("ActiveState", "Result", "ExecMainStatus", "ControlGroup") == shown

@@ -18,6 +18,7 @@ import single_run
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+(HTTP_GET,) = re.findall(r"```sh\n(#!/bin/sh\n# http_get.*?)```", README, re.DOTALL)
 SCRIPTS = ((retry_command, RETRY), (single_run, SINGLE))
 
 
@@ -88,9 +89,8 @@ def test_the_http_recipe(tmp_path: Path) -> None:
     """Which answers of a real server are tried again, and how often it is asked."""
     if not shutil.which("curl"):
         pytest.skip("needs curl")
-    (recipe,) = re.findall(r"```sh\n(#!/bin/sh\n# http_get.*?)```", README, re.DOTALL)
     job = tmp_path / "http_get"
-    job.write_text(recipe)
+    job.write_text(HTTP_GET)
     job.chmod(0o755)
     answers: list[tuple[int, str]] = []
     asked = []
@@ -133,13 +133,12 @@ def test_the_http_recipe(tmp_path: Path) -> None:
 
 
 def test_the_http_recipe_cleans_up_when_it_is_stopped(tmp_path: Path) -> None:
-    (recipe,) = re.findall(r"```sh\n(#!/bin/sh\n# http_get.*?)```", README, re.DOTALL)
     (tmp_path / "files").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         env = {**CLEAN_ENV, "TMPDIR": str(tmp_path / "files")}
         limit = ("--attempt-timeout-ms", "1000", "--max-attempts", "1")
-        end = run_cli(RETRY, "--retry-code", "75", *limit, "--", "sh", "-c", recipe, "sh", url, env=env, code=124)
+        end = run_cli(RETRY, "--retry-code", "75", *limit, "--", "sh", "-c", HTTP_GET, "sh", url, env=env, code=124)
     assert b'"timed_out":true' in end.stderr
     assert not list((tmp_path / "files").iterdir())
 
