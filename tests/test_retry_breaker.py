@@ -317,7 +317,7 @@ def test_a_file_that_is_of_no_use(breaker: tuple[object, ...], tmp_path: Path) -
 LOCKED = (*IMPATIENT, "--retry-code", "75", "--initial-delay-ms", "0", "--breaker", "breaker", "--breaker-reset-ms", "600000")
 
 
-def test_a_lock_that_another_holds_changes_nothing(fifo: Fifo) -> None:
+def test_a_lock_that_another_holds_changes_nothing(here: Path, fifo: Fifo) -> None:
     writer = os.open(fifo.path, os.O_RDWR)  # no end of file between two attempts
     process = started(*LOCKED, "--breaker-failures", "9", "--", *PROBE, fifo.path, "on:USR1=75", "say:{pid}", "wait")
     job = int(fifo.line())
